@@ -1,0 +1,2 @@
+//! The agent's binary.
+fn main() {}

@@ -1,0 +1,82 @@
+//! From the Rust types to the CustomResourceDefinitions that a server gets.
+//!
+//! kube derives the schemas; this module mends what a derive cannot say and what the derive says too much of.
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::CustomResourceExt;
+use schemars::{Schema, SchemaGenerator, json_schema};
+use serde_json::{Map, Value, json};
+
+use crate::{ProxyConfiguration, ProxyNodeStatus};
+
+/// The definitions of both kinds, as the CRD chart ships them.
+///
+/// Returns an error only if the derived schema does not round-trip through JSON, which a unit test excludes.
+pub fn custom_resource_definitions() -> Result<Vec<CustomResourceDefinition>, serde_json::Error> {
+    [ProxyConfiguration::crd(), ProxyNodeStatus::crd()]
+        .into_iter()
+        .map(|crd| {
+            let mut value = serde_json::to_value(crd)?;
+            if let Some(versions) = value.pointer_mut("/spec/versions").and_then(Value::as_array_mut) {
+                for version in versions {
+                    if let Some(schema) = version.pointer_mut("/schema/openAPIV3Schema") {
+                        mend(schema);
+                    }
+                }
+            }
+            serde_json::from_value(value)
+        })
+        .collect()
+}
+
+/// `matchLabels` with the bounds that keep CEL's cost estimate finite.
+pub(crate) fn match_labels(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "maxProperties": 32,
+        "additionalProperties": {"type": "string", "maxLength": 63},
+    })
+}
+
+/// `maxUnavailable`: a number or a percentage, never zero.
+pub(crate) fn max_unavailable(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "x-kubernetes-int-or-string": true,
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "maxLength": 11,
+        "x-kubernetes-validations": [{
+            "rule": "type(self) == int ? int(self) >= 1 : string(self).matches('^([1-9][0-9]?|100)%$')",
+            "message": "maxUnavailable must be an integer >= 1 or a percentage 1%-100%; use paused to stop a rollout",
+        }],
+    })
+}
+
+/// Removes what schemars adds and an API server does not want: `nullable` (a null would pass a CEL `has`), bounds as
+/// floats, and `additionalProperties: false` (the server prunes or refuses unknown fields by itself). Recurses.
+fn mend(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            object.remove("nullable");
+            if object.get("additionalProperties") == Some(&Value::Bool(false)) {
+                object.remove("additionalProperties");
+            }
+            for bound in ["minimum", "maximum"] {
+                if let Some(whole) = object.get(bound).and_then(Value::as_f64) {
+                    #[allow(clippy::cast_possible_truncation, reason = "bounds are small whole numbers")]
+                    object.insert(bound.to_owned(), json!(whole as i64));
+                }
+            }
+            drop_null_variant(object);
+            object.values_mut().for_each(mend);
+        }
+        Value::Array(values) => values.iter_mut().for_each(mend),
+        _ => {}
+    }
+}
+
+/// An optional enum lists `null` among its values.
+fn drop_null_variant(object: &mut Map<String, Value>) {
+    if let Some(variants) = object.get_mut("enum").and_then(Value::as_array_mut) {
+        variants.retain(|variant| !variant.is_null());
+    }
+}

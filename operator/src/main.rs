@@ -1,0 +1,2 @@
+//! binary
+fn main() {}
