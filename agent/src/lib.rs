@@ -1,1 +1,10 @@
-//! placeholder
+//! Pointsman's agent: programs the Services of a cluster into the kernel of the node it runs on.
+//!
+//! Data flows one way. `watch` turns API events into [`model`] changes; the [`model`] keeps what matters of them; the
+//! [`plan`] decides which endpoints a frontend may use, from where and with which source; a renderer ([`iptables`])
+//! translates the plan into rules and applies what differs ([`kernel`]). Nothing before [`kernel`] does I/O.
+
+pub mod iptables;
+pub mod kernel;
+pub mod model;
+pub mod plan;

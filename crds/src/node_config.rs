@@ -15,8 +15,8 @@ use thiserror::Error;
 use crate::names::CONFIG_MAX_BYTES;
 use crate::proxy_configuration::Drift;
 use crate::settings::{
-    DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode, NetworkCidr,
-    NodePortAddress, ProxySettings,
+    DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode,
+    NetworkCidr, NodePortAddress, ProxySettings,
 };
 
 /// `apiVersion` of the node configuration that this build reads and writes.
@@ -33,16 +33,22 @@ pub enum NodeConfigError {
     #[error("the node configuration cannot be read: {0}")]
     Unreadable(String),
     /// A field that this build does not know.
-    #[error("the node configuration has a field that this agent does not support: {0}; upgrade the agent first")]
+    #[error(
+        "the node configuration has a field that this agent does not support: {0}; upgrade the agent first"
+    )]
     UnsupportedField(String),
     /// Another `apiVersion` or `kind`.
-    #[error("the node configuration is {found}, this agent reads {API_VERSION} {KIND}; upgrade the agent or the operator")]
+    #[error(
+        "the node configuration is {found}, this agent reads {API_VERSION} {KIND}; upgrade the agent or the operator"
+    )]
     UnsupportedVersion {
         /// What it says it is.
         found: String,
     },
     /// The annotation does not match the bytes.
-    #[error("the node configuration does not match its hash: the annotation says {annotated}, the content has {actual}")]
+    #[error(
+        "the node configuration does not match its hash: the annotation says {annotated}, the content has {actual}"
+    )]
     HashMismatch {
         /// The annotation's value.
         annotated: String,
@@ -263,7 +269,11 @@ impl NodeProxyConfiguration {
             },
             sync: NodeSync {
                 period_seconds: whole("sync.periodSeconds", sync.period_seconds, 30),
-                min_period_milliseconds: whole("sync.minPeriodMilliseconds", sync.min_period_milliseconds, 1000),
+                min_period_milliseconds: whole(
+                    "sync.minPeriodMilliseconds",
+                    sync.min_period_milliseconds,
+                    1000,
+                ),
             },
             iptables: NodeIptables {
                 localhost_node_ports: iptables.localhost_node_ports.unwrap_or(false),
@@ -313,12 +323,15 @@ impl NodeProxyConfiguration {
                     .collect(),
             },
             detect_local: complete_detect_local(settings.detect_local.as_ref(), &mut faults),
-            metrics_bind_address: settings.metrics_bind_address.as_deref().unwrap_or("127.0.0.1").parse().unwrap_or_else(
-                |_| {
+            metrics_bind_address: settings
+                .metrics_bind_address
+                .as_deref()
+                .unwrap_or("127.0.0.1")
+                .parse()
+                .unwrap_or_else(|_| {
                     faults.push("metricsBindAddress: must be an IP address".to_owned());
                     IpAddr::from([127, 0, 0, 1])
-                },
-            ),
+                }),
             log_level: settings.log_level.unwrap_or(LogLevel::Info),
             drift,
         };
@@ -346,10 +359,12 @@ impl NodeProxyConfiguration {
                 return Err(NodeConfigError::HashMismatch { annotated: annotated.to_owned(), actual });
             }
         }
-        let header: Header =
-            serde_saphyr::from_str(content).map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
+        let header: Header = serde_saphyr::from_str(content)
+            .map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
         if header.api_version != API_VERSION || header.kind != KIND {
-            return Err(NodeConfigError::UnsupportedVersion { found: format!("{:?} {:?}", header.api_version, header.kind) });
+            return Err(NodeConfigError::UnsupportedVersion {
+                found: format!("{:?} {:?}", header.api_version, header.kind),
+            });
         }
         let config: Self = serde_saphyr::from_str(content).map_err(|error| {
             let text = error.to_string();
@@ -366,9 +381,10 @@ impl NodeProxyConfiguration {
     /// The canonical text: every value written out, keys sorted, so equal configurations have equal hashes.
     pub fn render(&self) -> Result<String, NodeConfigError> {
         // serde_json's map is sorted by key.
-        let value = serde_json::to_value(self).map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
-        let content =
-            serde_saphyr::to_string(&value).map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
+        let value =
+            serde_json::to_value(self).map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
+        let content = serde_saphyr::to_string(&value)
+            .map_err(|error| NodeConfigError::Unreadable(error.to_string()))?;
         if content.len() > CONFIG_MAX_BYTES {
             return Err(NodeConfigError::TooLarge(content.len()));
         }
@@ -428,8 +444,12 @@ impl NodeProxyConfiguration {
         check(!self.node_port_addresses.is_empty(), "nodePortAddresses: must not be empty");
         for address in &self.node_port_addresses {
             check(
-                matches!(address.0.as_str(), "primary" | "localhost" | "all") || address.0.parse::<IpNet>().is_ok(),
-                &format!("nodePortAddresses: {:?} is neither a CIDR nor one of primary, localhost, all", address.0),
+                matches!(address.0.as_str(), "primary" | "localhost" | "all")
+                    || address.0.parse::<IpNet>().is_ok(),
+                &format!(
+                    "nodePortAddresses: {:?} is neither a CIDR nor one of primary, localhost, all",
+                    address.0
+                ),
             );
         }
         faults
@@ -451,7 +471,8 @@ fn is_label_value(value: &str) -> bool {
 
 /// What the kernel accepts as an interface name, less `+`, which is a wildcard to iptables.
 fn is_interface_name(name: &str) -> bool {
-    (1..=15).contains(&name.len()) && name.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '/' | '+' | '"' | '\\'))
+    (1..=15).contains(&name.len())
+        && name.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '/' | '+' | '"' | '\\'))
 }
 
 fn complete_detect_local(detect: Option<&DetectLocal>, faults: &mut Vec<String>) -> NodeDetectLocal {
@@ -462,7 +483,10 @@ fn complete_detect_local(detect: Option<&DetectLocal>, faults: &mut Vec<String>)
             .filter_map(|cidr| {
                 let net = cidr.parse();
                 if net.is_none() {
-                    faults.push(format!("detectLocal.clusterCIDRs: {:?} is not a CIDR without host bits", cidr.0));
+                    faults.push(format!(
+                        "detectLocal.clusterCIDRs: {:?} is not a CIDR without host bits",
+                        cidr.0
+                    ));
                 }
                 net
             })
@@ -479,5 +503,99 @@ fn complete_detect_local(detect: Option<&DetectLocal>, faults: &mut Vec<String>)
         DetectLocalMode::InterfaceNamePrefix => NodeDetectLocal::InterfaceNamePrefix {
             interface_name_prefix: detect.interface_name_prefix.clone().unwrap_or_default(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::Mode;
+
+    fn base() -> NodeProxyConfiguration {
+        let settings = ProxySettings { mode: Some(Mode::Iptables), ..ProxySettings::default() };
+        NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap()
+    }
+
+    #[test]
+    fn a_rendered_configuration_reads_back_as_itself() {
+        let content = base().render().unwrap();
+        let parsed = NodeProxyConfiguration::parse(&content, Some(&config_hash(&content))).unwrap();
+        assert_eq!(parsed, base());
+        assert_eq!(parsed.render().unwrap(), content, "rendering is canonical");
+    }
+
+    #[test]
+    fn the_text_that_people_read_is_pinned() {
+        insta::assert_snapshot!(base().render().unwrap());
+    }
+
+    #[test]
+    fn every_truncation_is_refused() {
+        let content = base().render().unwrap();
+        for end in 0..content.trim_end().len() {
+            let cut = &content[..end];
+            // A cut inside the last scalar can still be a whole document; the hash catches that one.
+            assert!(
+                NodeProxyConfiguration::parse(cut, Some(&config_hash(&content))).is_err(),
+                "cut at {end}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_unknown_field_at_any_depth_is_refused_by_name() {
+        let content = base().render().unwrap();
+        for (at, with) in [
+            ("mode: iptables\n", "mode: iptables\ncolour: red\n"),
+            ("  bit: 14\n", "  bit: 14\n  colour: red\n"),
+        ] {
+            let edited = content.replace(at, with);
+            assert_ne!(edited, content);
+            let error = NodeProxyConfiguration::parse(&edited, Some(&config_hash(&edited))).unwrap_err();
+            assert!(
+                matches!(&error, NodeConfigError::UnsupportedField(text) if text.contains("colour")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn another_version_or_kind_is_named() {
+        for (old, new) in [("v1alpha1", "v9"), (KIND, "Other")] {
+            let edited = base().render().unwrap().replace(old, new);
+            let error = NodeProxyConfiguration::parse(&edited, None).unwrap_err();
+            assert!(
+                matches!(&error, NodeConfigError::UnsupportedVersion { found } if found.contains(new)),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_wrong_hash_is_refused() {
+        let content = base().render().unwrap();
+        let error = NodeProxyConfiguration::parse(&content, Some("sha256:00")).unwrap_err();
+        assert!(matches!(error, NodeConfigError::HashMismatch { .. }));
+    }
+
+    #[test]
+    fn every_fault_is_named_at_once() {
+        let mut config = base();
+        config.masquerade.bit = 32;
+        config.metrics_port = config.healthz_port;
+        config.fallback_modes = vec![config.mode];
+        config.detect_local = NodeDetectLocal::BridgeInterface { bridge_interface: "a/b".to_owned() };
+        let content = config.render().unwrap();
+        let NodeConfigError::Invalid(faults) = NodeProxyConfiguration::parse(&content, None).unwrap_err()
+        else {
+            panic!("not Invalid")
+        };
+        assert_eq!(faults.len(), 4, "{faults:?}");
+    }
+
+    #[test]
+    fn a_revision_is_the_pool_and_ten_digits_of_the_hash() {
+        let hash = config_hash("x");
+        assert_eq!(revision("edge", &hash), format!("edge-{}", &hash[7..17]));
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
-use kube::core::{ListMerge, Rule};
+
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -138,7 +138,9 @@ impl NodeSelector {
                 let value = labels.get(&requirement.key);
                 match requirement.operator {
                     NodeSelectorOperator::In => value.is_some_and(|value| requirement.values.contains(value)),
-                    NodeSelectorOperator::NotIn => !value.is_some_and(|value| requirement.values.contains(value)),
+                    NodeSelectorOperator::NotIn => {
+                        !value.is_some_and(|value| requirement.values.contains(value))
+                    }
                     NodeSelectorOperator::Exists => value.is_some(),
                     NodeSelectorOperator::DoesNotExist => value.is_none(),
                 }

@@ -1,7 +1,7 @@
 //! `ProxyNodeStatus` (pns): what one node is to have, and what it has.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube::core::{ListMerge, Rule};
+
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

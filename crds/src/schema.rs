@@ -2,29 +2,32 @@
 //!
 //! kube derives the schemas; this module mends what a derive cannot say and what the derive says too much of.
 
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
 use crate::{ProxyConfiguration, ProxyNodeStatus};
 
-/// The definitions of both kinds, as the CRD chart ships them.
+/// The definitions of both kinds, lower-case plural first, as the CRD chart ships them.
 ///
-/// Returns an error only if the derived schema does not round-trip through JSON, which a unit test excludes.
-pub fn custom_resource_definitions() -> Result<Vec<CustomResourceDefinition>, serde_json::Error> {
+/// They are plain values because kube's typed form would turn every whole-number bound back into a float.
+pub fn custom_resource_definitions() -> Result<Vec<(String, Value)>, serde_json::Error> {
     [ProxyConfiguration::crd(), ProxyNodeStatus::crd()]
         .into_iter()
         .map(|crd| {
+            let plural = crd.spec.names.plural.clone();
             let mut value = serde_json::to_value(crd)?;
             if let Some(versions) = value.pointer_mut("/spec/versions").and_then(Value::as_array_mut) {
-                for version in versions {
-                    if let Some(schema) = version.pointer_mut("/schema/openAPIV3Schema") {
-                        mend(schema);
+                for schema in
+                    versions.iter_mut().filter_map(|version| version.pointer_mut("/schema/openAPIV3Schema"))
+                {
+                    mend(schema);
+                    if let Some(status) = schema.pointer_mut("/properties/status") {
+                        drop_defaults(status);
                     }
                 }
             }
-            serde_json::from_value(value)
+            Ok((plural, value))
         })
         .collect()
 }
@@ -42,7 +45,6 @@ pub(crate) fn match_labels(_: &mut SchemaGenerator) -> Schema {
 pub(crate) fn max_unavailable(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "x-kubernetes-int-or-string": true,
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
         "maxLength": 11,
         "x-kubernetes-validations": [{
             "rule": "type(self) == int ? int(self) >= 1 : string(self).matches('^([1-9][0-9]?|100)%$')",
@@ -66,10 +68,26 @@ fn mend(schema: &mut Value) {
                     object.insert(bound.to_owned(), json!(whole as i64));
                 }
             }
+            // kube empties the alternatives; the extension alone says the same.
+            if object.contains_key("x-kubernetes-int-or-string") {
+                object.remove("anyOf");
+            }
             drop_null_variant(object);
             object.values_mut().for_each(mend);
         }
         Value::Array(values) => values.iter_mut().for_each(mend),
+        _ => {}
+    }
+}
+
+/// A status holds what was written to it and nothing that the server invents. Recurses.
+fn drop_defaults(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            object.remove("default");
+            object.values_mut().for_each(drop_defaults);
+        }
+        Value::Array(values) => values.iter_mut().for_each(drop_defaults),
         _ => {}
     }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 
 use ipnet::IpNet;
 use kube::KubeSchema;
-use kube::core::{ListMerge, Rule};
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -133,8 +133,7 @@ impl LogLevel {
 #[serde(transparent)]
 #[schemars(
     inline,
-    length(max = 43),
-    extend("x-kubernetes-validations" = [{
+    extend("maxLength" = 43, "x-kubernetes-validations" = [{
         "rule": "isCIDR(self)",
         "message": "must be a CIDR such as 10.0.0.0/8",
     }])
@@ -146,8 +145,7 @@ pub struct Cidr(pub String);
 #[serde(transparent)]
 #[schemars(
     inline,
-    length(max = 43),
-    extend("x-kubernetes-validations" = [{
+    extend("maxLength" = 43, "x-kubernetes-validations" = [{
         "rule": "isCIDR(self) && cidr(self) == cidr(self).masked()",
         "message": "must be a CIDR with no host bits set",
     }])
@@ -159,8 +157,7 @@ pub struct NetworkCidr(pub String);
 #[serde(transparent)]
 #[schemars(
     inline,
-    length(max = 43),
-    extend("x-kubernetes-validations" = [{
+    extend("maxLength" = 43, "x-kubernetes-validations" = [{
         "rule": "self in ['primary','localhost','all'] || isCIDR(self)",
         "message": "must be a CIDR such as 10.0.0.0/8 or one of primary, localhost, all",
     }])

@@ -9,11 +9,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     if folders.is_empty() {
         folders = vec!["crds/yaml".into(), "charts/pointsman-crds/templates".into()];
     }
-    for crd in pointsman_crds::custom_resource_definitions()? {
-        let text = serde_saphyr::to_string(&serde_json::to_value(&crd)?)?;
+    for (plural, crd) in pointsman_crds::custom_resource_definitions()? {
+        let text = serde_saphyr::to_string(&crd)?;
         for folder in &folders {
             std::fs::create_dir_all(folder)?;
-            let file = Path::new(folder).join(format!("{}.yaml", crd.spec.names.plural));
+            let file = Path::new(folder).join(format!("{}.yaml", plural));
             std::fs::write(&file, &text).map_err(|error| format!("{}: {error}", file.display()))?;
         }
     }

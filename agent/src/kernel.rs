@@ -1,0 +1,68 @@
+//! What every mode's writer reports about its writes to the kernel.
+//!
+//! In: nothing. Out: the words in which `iptables` (and the modes to come) tell the sync loop how a write went, so that
+//! status, metrics and health say the same in every mode.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+use thiserror::Error;
+
+/// A write that succeeded: from here on the kernel holds what the plan says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Synced {
+    /// Whether everything was written, not only what changed.
+    pub full: bool,
+    /// Rules that we hold now, by family and table.
+    pub rules: BTreeMap<(IpFamily, &'static str), usize>,
+    /// Rules that this write contained, by family and table.
+    pub written: BTreeMap<(IpFamily, &'static str), usize>,
+    /// Time spent in each family.
+    pub duration: BTreeMap<IpFamily, Duration>,
+}
+
+impl Synced {
+    /// Rules that we hold, over all families and tables.
+    #[must_use]
+    pub fn total_rules(&self) -> usize {
+        self.rules.values().sum()
+    }
+}
+
+/// Why a write failed, in one word: the reason of the condition Synced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SyncFailure {
+    /// Another program held the xtables lock for too long.
+    LockTimeout,
+    /// The kernel or the tool refused the rules.
+    RestoreFailed,
+    /// A tool could not be started.
+    ToolMissing,
+    /// Anything else.
+    SyncFailed,
+}
+
+impl fmt::Display for SyncFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::LockTimeout => "LockTimeout",
+            Self::RestoreFailed => "RestoreFailed",
+            Self::ToolMissing => "ToolMissing",
+            Self::SyncFailed => "SyncFailed",
+        })
+    }
+}
+
+/// A write that failed. What the kernel holds is unknown until the next write has read it back.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{family:?}: {message}")]
+pub struct SyncError {
+    /// The family whose write failed. The other family is written all the same.
+    pub family: IpFamily,
+    /// Why, in one word.
+    pub failure: SyncFailure,
+    /// Why, and what to do next.
+    pub message: String,
+}
