@@ -18,5 +18,5 @@ pub use condition::{Condition, ConditionStatus};
 pub use node_config::{NodeConfigError, NodeProxyConfiguration};
 pub use proxy_configuration::{ProxyConfiguration, ProxyConfigurationSpec, ProxyConfigurationStatus};
 pub use proxy_node_status::{ProxyNodeStatus, ProxyNodeStatusSpec, ProxyNodeStatusStatus};
-pub use schema::custom_resource_definitions;
+pub use schema::{custom_resource_definitions, spec_json_schema};
 pub use settings::ProxySettings;

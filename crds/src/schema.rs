@@ -32,6 +32,18 @@ pub fn custom_resource_definitions() -> Result<Vec<(String, Value)>, serde_json:
         .collect()
 }
 
+/// The schema of a ProxyConfiguration's `spec` as plain JSON Schema that refuses unknown fields, for the chart's value
+/// `defaultConfiguration.spec`: a typo there is an error of Helm. CEL rules cannot be said in it; the API server checks them.
+pub fn spec_json_schema() -> Result<Value, serde_json::Error> {
+    let mut schema = serde_json::to_value(ProxyConfiguration::crd())?
+        .pointer_mut("/spec/versions/0/schema/openAPIV3Schema/properties/spec")
+        .map(Value::take)
+        .unwrap_or_default();
+    mend(&mut schema);
+    close(&mut schema);
+    Ok(schema)
+}
+
 /// `matchLabels` with the bounds that keep CEL's cost estimate finite.
 pub(crate) fn match_labels(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
@@ -76,6 +88,24 @@ fn mend(schema: &mut Value) {
             object.values_mut().for_each(mend);
         }
         Value::Array(values) => values.iter_mut().for_each(mend),
+        _ => {}
+    }
+}
+
+/// Turns an API server's schema into a JSON Schema in which every object is closed. Recurses.
+fn close(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            if object.contains_key("x-kubernetes-int-or-string") {
+                object.insert("type".to_owned(), json!(["integer", "string"]));
+            }
+            object.retain(|key, _| !key.starts_with("x-kubernetes-") && key != "format" && key != "default");
+            if object.get("properties").is_some_and(Value::is_object) {
+                object.insert("additionalProperties".to_owned(), Value::Bool(false));
+            }
+            object.values_mut().for_each(close);
+        }
+        Value::Array(values) => values.iter_mut().for_each(close),
         _ => {}
     }
 }

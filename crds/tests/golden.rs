@@ -18,3 +18,14 @@ fn shipped_definitions_are_current() {
         }
     }
 }
+
+#[test]
+fn the_values_schema_knows_the_same_fields() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/pointsman/values.schema.json");
+    let shipped: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    let expected = pointsman_crds::spec_json_schema().unwrap();
+    assert!(
+        shipped["$defs"]["proxyConfigurationSpec"] == expected,
+        "values.schema.json is not current: run crdgen"
+    );
+}
