@@ -1,0 +1,3 @@
+module pointsman.dev/e2e/testserver
+
+go 1.26.0
