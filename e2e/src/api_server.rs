@@ -25,6 +25,7 @@ const GUARD: &str = r#"
 cd "$1" || exit 1
 "$2" %ETCD% >etcd.log 2>&1 & etcd=$!
 "$2" %API% >kube-apiserver.log 2>&1 & api=$!
+echo "$etcd $api" >pids
 read -r _
 kill -9 $etcd $api 2>/dev/null
 wait
@@ -47,9 +48,15 @@ impl ApiServer {
     pub async fn start() -> Result<Self> {
         let binary = artifacts::controlplane().await?;
         let address = free_loopback_address()?;
-        let dir = tempfile::Builder::new().prefix("pointsman-api-").tempdir().context("a temporary folder")?.keep();
+        let dir =
+            tempfile::Builder::new().prefix("pointsman-api-").tempdir().context("a temporary folder")?.keep();
         let admin = Identity::admin();
-        let pki = Pki::ensure(&dir.join("pki"), IpAddr::V4(address), &[IpAddr::V4(address)], &[admin.clone()])?;
+        let pki = Pki::ensure(
+            &dir.join("pki"),
+            IpAddr::V4(address),
+            &[IpAddr::V4(address)],
+            std::slice::from_ref(&admin),
+        )?;
         let kubeconfig = pki.kubeconfig(&admin);
         let plane = ControlPlane {
             loopback: address,
@@ -81,12 +88,20 @@ impl ApiServer {
     async fn wait_until_ready(&mut self) -> Result<()> {
         let start = Instant::now();
         while !control_plane::is_ready(&self.client).await {
-            if start.elapsed() > Duration::from_secs(90) || self.guard.try_wait()?.is_some() {
+            if start.elapsed() > Duration::from_secs(90) || self.has_failed() {
                 bail!("the API server does not get ready; the end of its log:\n{}", self.log_tail());
             }
             sleep(Duration::from_millis(100)).await;
         }
         Ok(())
+    }
+
+    /// Whether one of the two has ended; the guard has not asked for its status yet, so it is a zombie.
+    fn has_failed(&self) -> bool {
+        let pids = std::fs::read_to_string(self.dir.join("pids")).unwrap_or_default();
+        pids.split_whitespace().any(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "))
+        })
     }
 
     fn log_tail(&self) -> String {
@@ -131,8 +146,8 @@ fn free_loopback_address() -> Result<Ipv4Addr> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     for _ in 0..100 {
         // Spreads (process, count) over 127.128.0.0/9; the other half is the clusters'.
-        let seed = std::process::id().wrapping_mul(0x9E37_79B1).wrapping_add(COUNT.fetch_add(1, Ordering::Relaxed));
-        let address = Ipv4Addr::from_bits(0x7F80_0000 | (seed >> 3 & 0x007F_FFFF).max(1));
+        let seed = (std::process::id() << 6) + COUNT.fetch_add(1, Ordering::Relaxed);
+        let address = Ipv4Addr::from_bits(0x7F80_0000 | (seed.wrapping_mul(0x9E37_79B1) >> 9).max(1));
         if [API_PORT, 2379, 2380].iter().all(|port| TcpListener::bind((address, *port)).is_ok()) {
             return Ok(address);
         }

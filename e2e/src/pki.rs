@@ -167,7 +167,9 @@ impl Pki {
             return Ok(token);
         }
         let mut bytes = [0; 16];
-        fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut bytes)).context("reading randomness")?;
+        fs::File::open("/dev/urandom")
+            .and_then(|mut f| f.read_exact(&mut bytes))
+            .context("reading randomness")?;
         let token = bytes.iter().fold(String::new(), |mut text, byte| {
             let _ = write!(text, "{byte:02x}");
             text
