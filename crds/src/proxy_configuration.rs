@@ -47,7 +47,8 @@ use crate::settings::{DriftPolicy, ProxySettings};
     validation = Rule::new("self.metadata.name != 'default' || has(self.spec.proxy.mode)")
         .message("spec.proxy.mode must be set explicitly on the ProxyConfiguration named 'default'"),
     validation = Rule::new("self.metadata.name != 'default' || !has(self.spec.priority) || self.spec.priority == 0")
-        .message("spec.priority of the ProxyConfiguration named 'default' must be 0"),
+        .message("spec.priority of the ProxyConfiguration named 'default' must be 0")
+        .field_path(".spec.priority"),
 )]
 #[serde(rename_all = "camelCase")]
 pub struct ProxyConfigurationSpec {
@@ -99,7 +100,7 @@ pub struct NodeSelector {
     pub match_expressions: Vec<NodeSelectorRequirement>,
 }
 
-/// One requirement of a [`NodeSelector`].
+/// One requirement of a label selector.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(

@@ -128,7 +128,7 @@ impl LogLevel {
     }
 }
 
-/// An address block as people write it. The schema checks that it parses; see [`Cidr::parse`].
+/// An address block, such as 10.0.0.0/8.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(transparent)]
 #[schemars(
@@ -277,11 +277,11 @@ pub struct DetectLocal {
     pub cluster_cidrs: Option<Vec<NetworkCidr>>,
     /// Name of the bridge that local pods are attached to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 15))]
+    #[schemars(length(min = 1, max = 15), regex(pattern = "^[^/+\\s]+$"))]
     pub bridge_interface: Option<String>,
     /// What the names of local pods' interfaces begin with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 15))]
+    #[schemars(length(min = 1, max = 15), regex(pattern = "^[^/+\\s]+$"))]
     pub interface_name_prefix: Option<String>,
 }
 
