@@ -1,0 +1,12 @@
+//! Mode iptables: the plan as rules in the chains that kube-proxy uses.
+//!
+//! In: the [`Plan`](crate::plan::Plan) and what changed in it. Out: kernel state in the tables nat and filter of
+//! each family, written by `iptables-restore`, and words about how that went ([`crate::kernel`]).
+//!
+//! [`Dataplane`] is what the sync loop talks to; [`cleanup`] removes everything of ours.
+
+mod dataplane;
+mod tools;
+
+pub use dataplane::{Dataplane, cleanup};
+pub use tools::{Flavour, Options, Tools, ToolsError};

@@ -1,0 +1,111 @@
+//! Who owns an address and port that several Services name.
+//!
+//! In: a Service's frontends. Out: the winner of each, the same whatever the order of events. A ClusterIP beats a load
+//! balancer's address, which beats an external IP (anybody who may write a Service can claim any external IP,
+//! CVE-2020-8554); among equals the first by namespace and name. The loser is served at its other frontends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::port::PortId;
+use crate::model::{ObjectName, Protocol, Service, family_of};
+
+/// Something that at most one Service port can answer at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Frontend {
+    /// A virtual address.
+    Address(IpAddr, Protocol, u16),
+    /// A port of the node.
+    NodePort(IpFamily, Protocol, u16),
+}
+
+/// What a Service names a frontend as; the first wins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    ClusterIp,
+    LoadBalancer,
+    ExternalIp,
+    NodePort,
+}
+
+type Claim = (Kind, PortId);
+
+/// The frontends of all Services.
+#[derive(Debug, Default)]
+pub(super) struct Claims {
+    by_frontend: BTreeMap<Frontend, BTreeSet<Claim>>,
+    by_service: BTreeMap<ObjectName, BTreeSet<(Frontend, Claim)>>,
+}
+
+impl Claims {
+    /// Replaces a Service's claims; returns the other Services that won or lost a frontend by it.
+    pub(super) fn update(
+        &mut self,
+        name: &ObjectName,
+        service: Option<&Service>,
+        families: &[IpFamily],
+    ) -> BTreeSet<ObjectName> {
+        let new: BTreeSet<_> = service.map(|service| claims_of(name, service, families)).unwrap_or_default();
+        let old = self.by_service.remove(name).unwrap_or_default();
+        let mut touched = BTreeSet::new();
+        for (frontend, claim) in old.difference(&new) {
+            if let Some(claims) = self.by_frontend.get_mut(frontend) {
+                claims.remove(claim);
+                touched.extend(claims.first().map(|(_, id)| id.service.clone()));
+                if claims.is_empty() {
+                    self.by_frontend.remove(frontend);
+                }
+            }
+        }
+        for (frontend, claim) in new.difference(&old) {
+            let claims = self.by_frontend.entry(*frontend).or_default();
+            touched.extend(claims.first().map(|(_, id)| id.service.clone()));
+            claims.insert(claim.clone());
+        }
+        if !new.is_empty() {
+            self.by_service.insert(name.clone(), new);
+        }
+        touched.remove(name);
+        touched
+    }
+
+    /// Whether a Service port owns a frontend as what it names it.
+    pub(super) fn owns(&self, frontend: Frontend, kind: Kind, id: &PortId) -> bool {
+        self.by_frontend
+            .get(&frontend)
+            .and_then(BTreeSet::first)
+            .is_some_and(|(winner, owner)| *winner == kind && owner == id)
+    }
+}
+
+fn claims_of(name: &ObjectName, service: &Service, families: &[IpFamily]) -> BTreeSet<(Frontend, Claim)> {
+    let mut claims = BTreeSet::new();
+    for port in &service.ports {
+        let id = |family| PortId {
+            service: name.clone(),
+            family,
+            port: port.name.clone(),
+            protocol: port.protocol,
+        };
+        let lists = [
+            (Kind::ClusterIp, &service.cluster_ips),
+            (Kind::LoadBalancer, &service.load_balancer_ips),
+            (Kind::ExternalIp, &service.external_ips),
+        ];
+        for (kind, addresses) in lists {
+            for address in addresses.iter().filter(|address| families.contains(&family_of(**address))) {
+                let frontend = Frontend::Address(*address, port.protocol, port.port);
+                claims.insert((frontend, (kind, id(family_of(*address)))));
+            }
+        }
+        for family in families.iter().filter(|family| service.has_family(**family)) {
+            if let Some(number) = port.node_port {
+                let frontend = Frontend::NodePort(*family, port.protocol, number);
+                claims.insert((frontend, (Kind::NodePort, id(*family))));
+            }
+        }
+    }
+    claims
+}
