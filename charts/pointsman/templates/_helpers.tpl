@@ -77,10 +77,7 @@ imagePullSecrets:
 {{- if and (not .Values.policies.enabled) (not .Values.policies.acknowledgeUnguarded) -}}
 {{- fail "policies.enabled=false lets one stolen agent token rewrite the status of every node, and anybody with ConfigMap rights the rules of any node; set policies.acknowledgeUnguarded=true if that is meant" -}}
 {{- end -}}
-{{- if eq .Values.namespaces.nodeConfig .Release.Namespace -}}
-{{- fail (printf "namespaces.nodeConfig must not be the release's namespace %s: it holds one ConfigMap per node and nothing else" .Release.Namespace) -}}
-{{- end -}}
-{{- if has .Release.Namespace (list "default" "kube-system" "kube-public" "kube-node-lease") -}}
+{{- if has .Release.Namespace (list "default" "kube-system" "kube-public" "kube-node-lease" "pointsman-node-config") -}}
 {{- fail (printf "install Pointsman into a namespace of its own (-n pointsman-system --create-namespace), not into %s" .Release.Namespace) -}}
 {{- end -}}
 {{- if eq .Values.agent.serviceAccount.name .Values.operator.serviceAccount.name -}}
