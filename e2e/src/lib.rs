@@ -1,10 +1,26 @@
 //! The test cluster of Pointsman, and what its tests share.
 //!
+//! - [`up`] and [`cluster`]: a real Kubernetes on one machine, with nodes in network namespaces.
 //! - [`api_server`]: etcd and kube-apiserver only, for tests of the API.
+//! - [`release`]: the images of Pointsman itself.
 
+pub mod addons;
 pub mod api_server;
+pub mod archive;
 pub mod artifacts;
+pub mod cgroup;
+pub mod cluster;
 pub mod command;
 pub mod control_plane;
+pub mod images;
+pub mod layout;
+pub mod network;
+pub mod node;
 pub mod pki;
+pub mod process;
+pub mod progress;
+pub mod release;
 pub mod stamp;
+pub mod state;
+pub mod teardown;
+pub mod up;

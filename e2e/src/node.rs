@@ -1,0 +1,261 @@
+//! A node: its mount namespace, CNI, containerd and kubelet.
+//!
+//! In: a layout, a node number and the combined binary. Out: files in the node's folder and command lines. The
+//! node's own mount namespace gives it a /run, /var/log, /var/lib/kubelet and /var/lib/cni of its own (the lock
+//! of iptables, the sockets of containerd, pod logs), and every mount of its pods is gone with it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::json;
+
+use crate::command::{command, output};
+use crate::layout::{Addresses, Layout};
+
+/// The image that holds each pod's namespaces.
+pub const PAUSE_IMAGE: &str = "docker.io/pointsman/pause:dev";
+
+/// Makes the mount namespace. Propagation inside is shared, as kubelet and containerd expect, but ends there.
+const MOUNTS: &str = r#"
+set -e
+dir=$1
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir -p /run/lock /run/netns
+mount --bind "$dir/log" /var/log
+mount --bind "$dir/kubelet" /var/lib/kubelet
+mount --bind "$dir/cni-state" /var/lib/cni
+mount --make-rshared /
+"#;
+
+/// One node of a cluster.
+#[derive(Debug, Clone)]
+pub struct Node {
+    layout: Layout,
+    number: u8,
+    name: String,
+}
+
+impl Node {
+    /// The node with this number, counted from 1.
+    #[must_use]
+    pub fn new(layout: &Layout, number: u8) -> Self {
+        Self { layout: layout.clone(), number, name: Layout::node_name(number) }
+    }
+
+    /// Its name in Kubernetes.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its addresses.
+    #[must_use]
+    pub fn addresses(&self) -> Addresses {
+        self.layout.node(self.number)
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn dir(&self) -> PathBuf {
+        self.layout.node_dir(&self.name)
+    }
+
+    /// The name under which one of its processes is recorded.
+    #[must_use]
+    pub fn process(&self, program: &str) -> String {
+        format!("{}.{program}", self.name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir().join("containerd.sock")
+    }
+
+    /// The words that run the words after them in the node's namespaces.
+    #[must_use]
+    pub fn enter(&self) -> Vec<String> {
+        let net = format!("--net={}", self.layout.netns(&self.name).display());
+        let mount = format!("--mount={}", self.layout.mntns(&self.name).display());
+        ["nsenter", &net, &mount, "--"].map(str::to_owned).to_vec()
+    }
+
+    /// Makes the mount namespace. It must not exist yet.
+    pub async fn create_mounts(&self) -> Result<()> {
+        let dir = self.dir();
+        for part in ["log", "kubelet", "cni-state", "cni", "containerd"] {
+            let path = dir.join(part);
+            fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        }
+        // Mount points, as they would be on a real node.
+        for mount_point in ["/var/lib/kubelet", "/var/lib/cni"] {
+            fs::create_dir_all(mount_point).with_context(|| format!("creating {mount_point}"))?;
+        }
+        let file = self.layout.mntns(&self.name);
+        fs::write(&file, "").with_context(|| format!("creating {}", file.display()))?;
+        let mut unshare = command("unshare", [format!("--mount={}", file.display())]);
+        unshare.args(["--propagation=private", "sh", "-c", MOUNTS, "sh"]).arg(dir);
+        output(&mut unshare)
+            .await
+            .with_context(|| format!("creating the mount namespace of {}", self.name))
+            .map(drop)
+    }
+
+    /// Writes the configuration of CNI, containerd and kubelet.
+    pub fn configure(&self) -> Result<()> {
+        let dir = self.dir();
+        let write = |path: &Path, text: &str| {
+            fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+        };
+        write(&dir.join("cni/10-pods.conflist"), &self.cni().to_string())?;
+        write(&dir.join("containerd.toml"), &self.containerd_configuration())?;
+        write(&dir.join("kubelet.json"), &self.kubelet_configuration().to_string())
+    }
+
+    fn cni(&self) -> serde_json::Value {
+        let pods = self.layout.node_pods(self.number);
+        json!({
+            "cniVersion": "1.0.0", "name": "pods",
+            "plugins": [{
+                "type": "bridge", "bridge": "cni0",
+                "isGateway": true, "isDefaultGateway": true, "hairpinMode": true, "ipMasq": false,
+                "ipam": {"type": "host-local", "ranges": [[{"subnet": pods.v4}], [{"subnet": pods.v6}]]},
+            }],
+        })
+    }
+
+    fn containerd_configuration(&self) -> String {
+        let dir = self.dir();
+        // Without restrict_oom_score_adj every sandbox fails where root lacks CAP_SYS_RESOURCE.
+        format!(
+            r#"version = 2
+root = "{root}"
+state = "/run/containerd"
+[grpc]
+  address = "{socket}"
+[plugins."io.containerd.grpc.v1.cri"]
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  sandbox_image = "{PAUSE_IMAGE}"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{cni}"
+"#,
+            root = dir.join("containerd").display(),
+            socket = self.socket().display(),
+            cni = dir.join("cni").display(),
+        )
+    }
+
+    fn kubelet_configuration(&self) -> serde_json::Value {
+        let never_evict = json!({
+            "memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%",
+        });
+        json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "address": self.addresses().v4,
+            "clusterDNS": self.layout.dns().both(),
+            "clusterDomain": "cluster.local",
+            "containerRuntimeEndpoint": format!("unix://{}", self.socket().display()),
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": format!("/{}/{}", self.layout.cgroup(), self.name),
+            "failCgroupV1": false,
+            "enforceNodeAllocatable": [],
+            "failSwapOn": false,
+            // The proxy is what is tested: the kubelet must not add rules that it relies on.
+            "makeIPTablesUtilChains": false,
+            "resolvConf": "",
+            "maxPods": 250,
+            "evictionHard": never_evict,
+            // Images cannot be pulled again.
+            "imageGCHighThresholdPercent": 100,
+        })
+    }
+
+    /// The Node object, with the pod networks that CNI uses. The kubelet finds it and only adds its status.
+    #[must_use]
+    pub fn object(&self) -> serde_json::Value {
+        let pods = self.layout.node_pods(self.number);
+        json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": {"name": self.name, "labels": {
+                "kubernetes.io/hostname": self.name, "kubernetes.io/os": "linux",
+                "topology.kubernetes.io/region": "testbed",
+                "topology.kubernetes.io/zone": format!("zone{}", self.number),
+            }},
+            "spec": {"podCIDR": pods.v4, "podCIDRs": [pods.v4, pods.v6]},
+        })
+    }
+
+    /// The words that run containerd.
+    #[must_use]
+    pub fn containerd(&self) -> Vec<String> {
+        let mut words = self.enter();
+        let configuration = self.dir().join("containerd.toml");
+        words.extend(["containerd".into(), "--config".into(), configuration.display().to_string()]);
+        words
+    }
+
+    /// The words that run the kubelet.
+    #[must_use]
+    pub fn kubelet(&self, binary: &Path, kubeconfig: &Path) -> Vec<String> {
+        let [v4, v6] = self.addresses().both();
+        let mut words = self.enter();
+        words.extend([
+            binary.display().to_string(),
+            "kubelet".into(),
+            format!("--config={}", self.dir().join("kubelet.json").display()),
+            format!("--kubeconfig={}", kubeconfig.display()),
+            format!("--hostname-override={}", self.name),
+            format!("--node-ip={v4},{v6}"),
+        ]);
+        words
+    }
+
+    /// The words that run kube-proxy in `mode`, after writing its configuration.
+    pub fn kube_proxy(&self, binary: &Path, kubeconfig: &Path, mode: &str) -> Result<Vec<String>> {
+        let configuration = json!({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+            "mode": mode,
+            "hostnameOverride": self.name,
+            "clientConnection": {"kubeconfig": kubeconfig},
+            "clusterCIDR": self.layout.pods().list(),
+            // Limits of the whole machine, which a namespace cannot set.
+            "conntrack": {"maxPerCore": 0, "min": 0},
+        });
+        let path = self.dir().join("kube-proxy.json");
+        fs::write(&path, configuration.to_string()).with_context(|| format!("writing {}", path.display()))?;
+        let mut words = self.enter();
+        words.extend([
+            binary.display().to_string(),
+            "kube-proxy".into(),
+            format!("--config={}", path.display()),
+        ]);
+        Ok(words)
+    }
+
+    /// Runs `ctr` for Kubernetes' containers on this node.
+    pub async fn ctr(&self, args: &[&str]) -> Result<String> {
+        let mut ctr = command("ctr", ["--address"]);
+        output(ctr.arg(self.socket()).args(["--namespace", "k8s.io"]).args(args)).await
+    }
+
+    /// Imports the images of a tar archive, unless this very file was imported before.
+    pub async fn import(&self, archive: &Path) -> Result<()> {
+        let known = self.dir().join("images");
+        fs::create_dir_all(&known).with_context(|| format!("creating {}", known.display()))?;
+        let meta = fs::metadata(archive)
+            .with_context(|| format!("{}: not an image archive that can be read", archive.display()))?;
+        let stamp = crate::stamp::Inputs::new()
+            .word(&archive.to_string_lossy())
+            .word(&format!("{} {:?}", meta.len(), meta.modified().ok()))
+            .hash();
+        let marker = known.join(stamp);
+        if !marker.exists() {
+            self.ctr(&["images", "import", &archive.to_string_lossy()]).await?;
+            fs::write(&marker, "").with_context(|| format!("writing {}", marker.display()))?;
+        }
+        Ok(())
+    }
+}
