@@ -77,8 +77,8 @@ impl Files {
     pub async fn libraries_of(mut self, program: &Path) -> Result<Self> {
         let listed = output(command("ldd", [program]).env("LC_ALL", "C")).await?;
         for library in libraries(&listed) {
-            let from =
-                fs::canonicalize(library).with_context(|| format!("{library}, which {program:?} needs"))?;
+            let from = fs::canonicalize(library)
+                .with_context(|| format!("{library}, which {} needs", program.display()))?;
             self.0.insert(library.trim_start_matches('/').into(), Content::Copy(from, 0o755));
         }
         Ok(self)
@@ -90,14 +90,14 @@ impl Files {
         let mut tar = Builder::new(file);
         for (to, content) in &self.0 {
             let to = to.trim_start_matches('/');
-            self.append(&mut tar, to, content).with_context(|| format!("adding {to} to an image"))?;
+            Self::append(&mut tar, to, content).with_context(|| format!("adding {to} to an image"))?;
         }
         tar.into_inner()
             .and_then(|mut file| file.flush())
             .with_context(|| format!("writing {}", layer.display()))
     }
 
-    fn append(&self, tar: &mut Builder<File>, to: &str, content: &Content) -> Result<()> {
+    fn append(tar: &mut Builder<File>, to: &str, content: &Content) -> Result<()> {
         let mut header = Header::new_gnu();
         header.set_mtime(0);
         match content {

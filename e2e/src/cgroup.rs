@@ -15,19 +15,22 @@ const SYSTEM: &str = "system";
 /// A cgroup in all hierarchies of this machine.
 #[derive(Debug, Clone)]
 pub struct Cgroup {
-    /// The cgroup's folder in each hierarchy.
+    /// The cgroup's folder in each hierarchy that has controllers.
     dirs: Vec<PathBuf>,
+    /// The same in a version 2 hierarchy beside those of version 1: runc makes it there too.
+    beside: Option<PathBuf>,
 }
 
 impl Cgroup {
     /// The cgroup `name`, which need not exist yet.
     pub fn new(name: &str) -> Result<Self> {
         let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
-        let dirs: Vec<PathBuf> = hierarchies(&mounts).iter().map(|root| root.join(name)).collect();
-        if dirs.is_empty() {
+        let (roots, beside) = hierarchies(&mounts);
+        if roots.is_empty() {
             bail!("no cgroup hierarchy is mounted: kubelet needs one on /sys/fs/cgroup");
         }
-        Ok(Self { dirs })
+        let dirs = roots.iter().map(|root| root.join(name)).collect();
+        Ok(Self { dirs, beside: beside.map(|root| root.join(name)) })
     }
 
     /// Creates it with a child for each of `children` and one for the system's own processes.
@@ -54,7 +57,7 @@ impl Cgroup {
     #[must_use]
     pub fn processes(&self) -> Vec<i32> {
         let mut pids = Vec::new();
-        for dir in &self.dirs {
+        for dir in self.dirs.iter().chain(&self.beside) {
             collect(dir, &mut pids);
         }
         pids.sort_unstable();
@@ -64,31 +67,32 @@ impl Cgroup {
 
     /// Removes it, once it is empty.
     pub fn remove(&self) -> Result<()> {
-        for dir in &self.dirs {
+        for dir in self.dirs.iter().chain(&self.beside) {
             remove(dir).with_context(|| format!("removing the cgroup {}", dir.display()))?;
         }
         Ok(())
     }
 }
 
-/// The mount points of the hierarchies in the text of mountinfo.
-fn hierarchies(mounts: &str) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = mounts
-        .lines()
-        .filter_map(|line| {
+/// The mount points in the text of mountinfo: of the hierarchies that have controllers, and of a version 2
+/// hierarchy beside those of version 1.
+fn hierarchies(mounts: &str) -> (Vec<PathBuf>, Option<PathBuf>) {
+    let found = |wanted: &str| {
+        let of_kind = mounts.lines().filter_map(|line| {
             let (mount, filesystem) = line.split_once(" - ")?;
-            let mut kinds = filesystem.split(' ');
-            let kind = kinds.next()?;
-            // A version 2 hierarchy beside version 1 has no controllers; kubelet and runc leave it alone.
-            (kind == "cgroup" || kind == "cgroup2").then(|| (kind, mount.split(' ').nth(4)))
-        })
-        .filter_map(|(kind, path)| Some((kind, PathBuf::from(path?))))
-        .filter(|(kind, path)| *kind == "cgroup" || path == Path::new("/sys/fs/cgroup"))
-        .map(|(_, path)| path)
-        .collect();
-    found.sort();
-    found.dedup();
-    found
+            (filesystem.split(' ').next() == Some(wanted)).then(|| mount.split(' ').nth(4))?
+        });
+        let mut paths: Vec<PathBuf> = of_kind.map(PathBuf::from).collect();
+        paths.sort();
+        paths.dedup();
+        paths
+    };
+    let (first, second) = (found("cgroup"), found("cgroup2"));
+    if first.is_empty() {
+        (second.into_iter().take(1).collect(), None)
+    } else {
+        (first, second.into_iter().next())
+    }
 }
 
 /// Creates a cgroup. In version 1 a new cpuset has no processors, and nothing can run in it.
@@ -157,8 +161,9 @@ mod tests {
             32 30 0:28 / /sys/fs/cgroup/unified rw shared:3 - cgroup2 cgroup2 rw\n\
             33 30 0:29 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids";
         let expected = ["/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/pids"];
-        assert_eq!(hierarchies(hybrid), expected.map(PathBuf::from));
+        let beside = Some(PathBuf::from("/sys/fs/cgroup/unified"));
+        assert_eq!(hierarchies(hybrid), (expected.map(PathBuf::from).to_vec(), beside));
         let unified = "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate";
-        assert_eq!(hierarchies(unified), [PathBuf::from("/sys/fs/cgroup")]);
+        assert_eq!(hierarchies(unified), (vec![PathBuf::from("/sys/fs/cgroup")], None));
     }
 }

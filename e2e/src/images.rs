@@ -1,6 +1,7 @@
 //! The images that the cluster itself needs: pause, CoreDNS and the test server.
 //!
-//! In: the programs of [`crate::artifacts`] and a few of this machine. Out: archives in the cache.
+//! In: the programs of [`crate::artifacts`], whose paths tell their content, and a few of this machine. Out:
+//! archives in the cache.
 
 use std::path::{Path, PathBuf};
 
@@ -25,14 +26,22 @@ const FORM: &str = "1";
 pub async fn pause() -> Result<PathBuf> {
     let server = artifacts::testserver().await?;
     let files = Files::new().program("testserver", &server);
-    build("pause", PAUSE_IMAGE, &["/testserver", "pause"], files, Inputs::new().path(&server)?).await
+    build(
+        "pause",
+        PAUSE_IMAGE,
+        &["/testserver", "pause"],
+        files,
+        Inputs::new().word(&server.to_string_lossy()),
+    )
+    .await
 }
 
 /// CoreDNS.
 pub async fn coredns() -> Result<PathBuf> {
     let coredns = artifacts::coredns().await?;
     let files = Files::new().program("coredns", &coredns);
-    build("coredns", COREDNS_IMAGE, &["/coredns"], files, Inputs::new().path(&coredns)?).await
+    build("coredns", COREDNS_IMAGE, &["/coredns"], files, Inputs::new().word(&coredns.to_string_lossy()))
+        .await
 }
 
 /// The test server, with the tools that a person wants in a pod.
@@ -45,7 +54,7 @@ pub async fn test_server() -> Result<PathBuf> {
         .text("etc/passwd", "root:x:0:0:root:/:/bin/sh\n")
         .text("etc/nsswitch.conf", "hosts: files dns\n")
         .directory("tmp", 0o1777);
-    let mut inputs = Inputs::new().path(&server)?.path(busybox)?;
+    let mut inputs = Inputs::new().word(&server.to_string_lossy()).path(busybox)?;
     let curl = (Path::new("/usr/bin/curl"), "usr/bin/curl");
     let nc = (Path::new("/bin/nc.openbsd"), "bin/nc");
     for (from, to) in [curl, nc] {

@@ -160,8 +160,8 @@ async fn mirror(suite: &str) -> Option<String> {
     let targets = output(&mut apt).await.ok()?;
     targets.lines().find_map(|line| {
         let mut fields = line.split(' ');
-        let site = fields.next()?;
-        (fields.next() == Some(suite) && fields.next() == Some("main")).then(|| site.to_owned())
+        let address = fields.next()?;
+        (fields.next() == Some(suite) && fields.next() == Some("main")).then(|| address.to_owned())
     })
 }
 

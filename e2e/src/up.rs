@@ -199,7 +199,7 @@ impl Cluster {
                     bail!("{component} has ended; the end of its log:\n{}", self.log_tail(component));
                 }
             }
-            if start.elapsed() > Duration::from_secs(120) {
+            if start.elapsed() > Duration::from_mins(2) {
                 let logs: Vec<String> =
                     components.iter().map(|c| format!("{c}:\n{}", self.log_tail(c))).collect();
                 let error = outcome.err().map(|error| format!("{error:#}")).unwrap_or_default();

@@ -137,5 +137,5 @@ async fn run(action: Action) -> Result<()> {
 /// Replaces this process, so that the command has our terminal, signals and exit status.
 fn become_command(command: tokio::process::Command) -> Result<()> {
     let mut command = command.into_std();
-    Err(command.exec()).with_context(|| format!("running {:?}", command.get_program()))
+    Err(command.exec()).with_context(|| format!("running {}", command.get_program().display()))
 }
