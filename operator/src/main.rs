@@ -1,5 +1,6 @@
 //! The binary: reads flags, wires the parts together, and ends them in order.
 
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -54,7 +55,8 @@ struct Args {
     #[arg(long, env = "POINTSMAN_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
     /// Which messages are logged, such as info or pointsman_operator=debug
-    #[arg(long, env = "POINTSMAN_LOG", default_value = "info")]
+    // What kube logs of its watches we log ourselves, in fewer words.
+    #[arg(long, env = "POINTSMAN_LOG", default_value = "info,kube_runtime=error,kube_client=error")]
     log: String,
 }
 
@@ -154,7 +156,10 @@ fn set_up_log(args: &Args) -> Result<()> {
     // What kube tells of its watches we tell ourselves, in fewer words; --log can still ask for it.
     let filter = EnvFilter::try_new(format!("kube_runtime=error,kube_client=error,{}", args.log))
         .with_context(|| format!("--log {:?} is not a filter; write for example info", args.log))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
     match args.log_format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),

@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::SignedDuration;
 use pointsman_crds::condition::set_condition;
 use pointsman_crds::proxy_configuration::{Conflict, FailedNode, NodeCounts, RevisionStatus};
 use pointsman_crds::{Condition, ConditionStatus, ProxyConfigurationStatus};
@@ -72,6 +73,13 @@ impl NodeView<'_> {
         }
     }
 
+    /// Whether its agent has still time to report for the first time: on a new node it is being pulled and started.
+    fn is_awaited(&self, patience: SignedDuration, now: &Time) -> bool {
+        let Some(report) = self.report else { return true };
+        let assigned = report.spec.desired.as_ref().and_then(|desired| desired.assigned_time.as_ref());
+        report.heartbeat.is_none() && assigned.is_none_or(|assigned| now.0.duration_since(assigned.0) < patience)
+    }
+
     /// Why the node is not Ready, in the agent's words.
     fn failure(&self) -> FailedNode {
         let conditions = self.report.map(|report| report.conditions.as_slice()).unwrap_or_default();
@@ -105,6 +113,8 @@ struct Tally {
     done: i32,
     /// Not done, and nothing known to stand in the way.
     moving: i32,
+    /// Unreachable, and not because their agents are only just starting.
+    silent: i32,
     /// Invalid because of this layer, with the faults.
     faults: BTreeSet<String>,
     /// Nodes whose merged configuration is invalid, because of whichever layer.
@@ -121,7 +131,8 @@ pub fn summarize(
     standstill: Option<&Standstill>,
     now: &Time,
 ) -> ProxyConfigurationStatus {
-    let tally = tally(layer, nodes);
+    let patience = SignedDuration::from_secs(layer.spec.rollout.progress_deadline_seconds.into());
+    let tally = tally(layer, nodes, patience, now);
     let conflicts = conflicts(layer, nodes);
     let (update_revision, revisions) = revisions(layer, nodes);
     let complete = tally.done == tally.counts.matched && update_revision.is_some();
@@ -129,8 +140,10 @@ pub fn summarize(
         if complete { update_revision.clone() } else { old.current_revision.clone() };
     let failed_nodes = nodes
         .iter()
-        .filter(|node| {
-            matches!(node.health(), Health::Unreachable | Health::Incompatible | Health::Degraded)
+        .filter(|node| match node.health() {
+            Health::Unreachable => !node.is_awaited(patience, now),
+            Health::Incompatible | Health::Degraded => true,
+            Health::Ready | Health::Applying => false,
         })
         .take(MAX_FAILED_NODES)
         .map(NodeView::failure)
@@ -159,11 +172,12 @@ pub fn summarize(
     }
 }
 
-fn tally(layer: &Layer, nodes: &[NodeView<'_>]) -> Tally {
+fn tally(layer: &Layer, nodes: &[NodeView<'_>], patience: SignedDuration, now: &Time) -> Tally {
     let mut tally = Tally {
         counts: NodeCounts::default(),
         done: 0,
         moving: 0,
+        silent: 0,
         faults: BTreeSet::new(),
         invalid: 0,
         blamed: BTreeSet::new(),
@@ -190,7 +204,14 @@ fn tally(layer: &Layer, nodes: &[NodeView<'_>]) -> Tally {
         let updated = node.is_updated();
         counts.updated += i32::from(updated);
         match node.health() {
-            Health::Unreachable => counts.unreachable += 1,
+            Health::Unreachable => {
+                counts.unreachable += 1;
+                if node.is_awaited(patience, now) {
+                    tally.moving += i32::from(!refused);
+                } else {
+                    tally.silent += 1;
+                }
+            }
             Health::Incompatible => counts.incompatible += 1,
             Health::Degraded => counts.degraded += 1,
             health => {
@@ -360,13 +381,13 @@ fn conditions_of(
 }
 
 fn trouble(tally: &Tally) -> i32 {
-    tally.counts.degraded + tally.counts.incompatible + tally.counts.unreachable
+    tally.counts.degraded + tally.counts.incompatible + tally.silent
 }
 
 /// `2 nodes Degraded, 1 node unreachable`.
 fn trouble_text(tally: &Tally) -> String {
-    let NodeCounts { degraded, incompatible, unreachable, .. } = tally.counts;
-    [(degraded, "Degraded"), (incompatible, "Incompatible"), (unreachable, "unreachable")]
+    let NodeCounts { degraded, incompatible, .. } = tally.counts;
+    [(degraded, "Degraded"), (incompatible, "Incompatible"), (tally.silent, "unreachable")]
         .iter()
         .filter(|(count, _)| *count > 0)
         .map(|(count, what)| format!("{} {what}", nodes(*count)))
@@ -376,11 +397,7 @@ fn trouble_text(tally: &Tally) -> String {
 
 fn ready(tally: &Tally) -> Derived {
     let counts = &tally.counts;
-    let progress = format!(
-        "{} of {} hold the configuration and are Ready with it",
-        tally.done,
-        nodes(counts.matched)
-    );
+    let progress = format!("Ready with the configuration: {} of {}", tally.done, nodes(counts.matched));
     if counts.matched == 0 {
         Derived::new("Ready", false, "NoMatchingNodes", "no node is selected")
     } else if tally.invalid > 0 {

@@ -71,7 +71,10 @@ impl<V> Cache<V> {
         K: Resource,
     {
         let mut inner = self.write();
-        inner.trouble = None;
+        // Every attempt to list begins with an Init, also one that fails next.
+        if !matches!(event, watcher::Event::Init) {
+            inner.trouble = None;
+        }
         match event {
             watcher::Event::Init => {
                 inner.incoming.clear();
