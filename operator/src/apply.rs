@@ -84,7 +84,11 @@ impl Writer {
     }
 
     /// Creates a ProxyNodeStatus, or brings its spec up to date.
-    pub async fn report(&self, work: &NodeWork, spec: &ProxyNodeStatusSpec) -> Result<ProxyNodeStatus, ApiError> {
+    pub async fn report(
+        &self,
+        work: &NodeWork,
+        spec: &ProxyNodeStatusSpec,
+    ) -> Result<ProxyNodeStatus, ApiError> {
         self.check()?;
         let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
         let body = json!({
@@ -106,7 +110,8 @@ impl Writer {
     /// Says in an agent's place that it is silent. Fails with a conflict if the agent has just spoken.
     pub async fn mark(&self, mark: &Mark) -> Result<(), ApiError> {
         self.check()?;
-        let params = PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.into()), ..PatchParams::default() };
+        let params =
+            PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.into()), ..PatchParams::default() };
         let body = json!({
             "metadata": {"resourceVersion": mark.resource_version},
             "status": {"state": mark.state, "conditions": mark.conditions},
@@ -190,3 +195,6 @@ fn deleted<T>(result: kube::Result<T>, object: Object, name: &str) -> Result<(),
         Err(error) => Err(ApiError::new("delete", object.resource(), name, error)),
     }
 }
+
+#[cfg(test)]
+mod tests;

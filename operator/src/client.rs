@@ -49,7 +49,9 @@ pub enum ClientError {
         error: Box<KubeconfigError>,
     },
     /// TLS set-up failed.
-    #[error("the client for {endpoint} cannot be set up: {error}; check the certificate authority next to the token")]
+    #[error(
+        "the client for {endpoint} cannot be set up: {error}; check the certificate authority next to the token"
+    )]
     Build {
         /// The endpoint.
         endpoint: Uri,

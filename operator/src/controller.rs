@@ -185,8 +185,7 @@ impl Controller {
         let marks = self.liveness.marks(&world.reports, std::time::Instant::now(), &now);
         self.mark(&world, marks, &mut errors).await;
         self.context.metrics.set_pool_nodes(pool_nodes(&world, &assignments));
-        let pause =
-            self.statuses(&world, &assignments, standstill.as_ref(), &now, &mut errors).await;
+        let pause = self.statuses(&world, &assignments, standstill.as_ref(), &now, &mut errors).await;
         (errors, pause)
     }
 
@@ -206,9 +205,10 @@ impl Controller {
 
     fn tell_standstill(&mut self, standstill: Option<&Standstill>) {
         if self.standstill.as_ref() != standstill {
-            match standstill {
-                Some(standstill) => error!("{standstill}"),
-                None => info!("all layers can be read and 'default' is there: nodes are written again"),
+            if let Some(standstill) = standstill {
+                error!("{standstill}");
+            } else {
+                info!("all layers can be read and 'default' is there: nodes are written again");
             }
             self.standstill = standstill.cloned();
         }

@@ -214,11 +214,7 @@ fn report(
     let assigned_before = old_spec.and_then(|spec| spec.desired.clone());
     let desired = match assigned_before {
         Some(before) if before.revision == *revision && before.hash == *hash => before,
-        _ => Assigned {
-            revision: revision.clone(),
-            hash: hash.clone(),
-            assigned_time: Some(now.clone()),
-        },
+        _ => Assigned { revision: revision.clone(), hash: hash.clone(), assigned_time: Some(now.clone()) },
     };
     let sources = match sources {
         // The highest, should there be more than fit.
@@ -252,3 +248,6 @@ fn changed(
     });
     (!same).then_some(new)
 }
+
+#[cfg(test)]
+mod tests;

@@ -17,7 +17,7 @@ use crate::error::ApiError;
 use crate::stale::{Mark, STATE_STALE};
 
 /// How long an object's event of one reason silences the next.
-const QUIET: Duration = Duration::from_secs(600);
+const QUIET: Duration = Duration::from_mins(10);
 /// `note` may have 1,024 bytes.
 const MAX_NOTE: usize = 1000;
 
@@ -39,7 +39,8 @@ pub fn transitions(old: &[Condition], new: &[Condition]) -> Vec<Notice> {
         .filter_map(|condition| {
             let before = old.iter().find(|before| before.type_ == condition.type_);
             let holds = condition.status == ConditionStatus::True;
-            if before.is_some_and(|before| before.status == condition.status && before.reason == condition.reason)
+            if before
+                .is_some_and(|before| before.status == condition.status && before.reason == condition.reason)
             {
                 return None;
             }

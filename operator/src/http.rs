@@ -14,7 +14,7 @@ use warp::http::StatusCode;
 use crate::metrics::{CONTENT_TYPE, Metrics};
 
 /// The controller turns at least every 15 s, and after every request while it writes.
-const STUCK: Duration = Duration::from_secs(180);
+const STUCK: Duration = Duration::from_mins(3);
 
 /// What the process knows of itself.
 #[derive(Debug)]

@@ -257,9 +257,10 @@ impl Candidate {
     }
 
     fn see(&mut self, lease: &Lease) {
-        let known = self.seen.as_ref().is_some_and(|(seen, _)| {
-            seen.metadata.resource_version == lease.metadata.resource_version
-        });
+        let known = self
+            .seen
+            .as_ref()
+            .is_some_and(|(seen, _)| seen.metadata.resource_version == lease.metadata.resource_version);
         if !known {
             self.seen = Some((lease.clone(), Instant::now()));
         }
@@ -292,3 +293,6 @@ fn term(lease: &Lease, settings: &Settings) -> Duration {
     let said = lease.spec.as_ref().and_then(|spec| spec.lease_duration_seconds);
     said.and_then(|seconds| u64::try_from(seconds).ok()).map_or(settings.duration, Duration::from_secs)
 }
+
+#[cfg(test)]
+mod tests;

@@ -38,6 +38,8 @@ pub mod controller;
 pub mod decide;
 pub mod error;
 pub mod events;
+#[cfg(test)]
+mod fixtures;
 pub mod http;
 pub mod lease;
 pub mod merge;

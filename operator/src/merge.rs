@@ -96,9 +96,9 @@ pub fn merge(pile: &[&Layer]) -> Result<ProxySettings, Vec<Disagreement>> {
         let fields: Vec<_> = group.iter().map(|layer| fields(&layer.spec.proxy)).collect();
         for (index, lower) in fields.iter().enumerate() {
             for (offset, upper) in fields[index + 1..].iter().enumerate() {
-                let differing = lower.iter().filter(|(path, value)| {
-                    upper.get(*path).is_some_and(|other| other != *value)
-                });
+                let differing = lower
+                    .iter()
+                    .filter(|(path, value)| upper.get(*path).is_some_and(|other| other != *value));
                 disagreements.extend(differing.map(|(path, _)| {
                     let path = format!("proxy.{}", path.join("."));
                     disagreement(path, group[index], group[index + 1 + offset])
@@ -174,3 +174,6 @@ fn settings(fields: BTreeMap<Vec<String>, Value>) -> ProxySettings {
     // refused as invalid, so no node would get them.
     serde_json::from_value(root).unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests;

@@ -74,7 +74,8 @@ impl ReportRecord {
     /// Whether the two differ in more than a heartbeat.
     #[must_use]
     pub fn differs(&self, other: &Self) -> bool {
-        let Self { uid, owner_uid, spec, state, active, conditions, heartbeat: _, resource_version: _ } = self;
+        let Self { uid, owner_uid, spec, state, active, conditions, heartbeat: _, resource_version: _ } =
+            self;
         *uid != other.uid
             || *owner_uid != other.owner_uid
             || *spec != other.spec
@@ -178,9 +179,8 @@ impl From<&ProxyNodeStatus> for ReportRecord {
 }
 
 /// A layer, or why this operator cannot read it. One that is left out in silence would change nodes.
-#[must_use]
 pub fn layer(object: &DeserializeGuard<ProxyConfiguration>) -> Result<LayerRecord, String> {
-    let object = object.0.as_ref().map_err(|error| error.error.to_string())?;
+    let object = object.0.as_ref().map_err(|error| error.error.clone())?;
     Ok(LayerRecord {
         uid: object.metadata.uid.clone().unwrap_or_default(),
         layer: Layer {
@@ -198,7 +198,9 @@ impl From<&Pod> for PodRecord {
         Self {
             node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
             ready: pod.metadata.deletion_timestamp.is_none()
-                && conditions.into_iter().any(|condition| condition.type_ == "Ready" && condition.status == "True"),
+                && conditions
+                    .into_iter()
+                    .any(|condition| condition.type_ == "Ready" && condition.status == "True"),
         }
     }
 }

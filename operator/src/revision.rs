@@ -105,10 +105,8 @@ fn desired(
 fn complete(pile: &[&Layer]) -> Result<NodeProxyConfiguration, Refusal> {
     let settings = merge(pile).map_err(Refusal::Conflict)?;
     let drift = pool(pile).map(|pool| pool.spec.drift).unwrap_or_default();
-    NodeProxyConfiguration::complete(&settings, drift).map_err(|error| Refusal::Invalid {
-        layer: culprit(pile).to_owned(),
-        faults: faults(error),
-    })
+    NodeProxyConfiguration::complete(&settings, drift)
+        .map_err(|error| Refusal::Invalid { layer: culprit(pile).to_owned(), faults: faults(error) })
 }
 
 /// The layer that people should look at first when a pile is invalid: the lowest from which on every larger part of

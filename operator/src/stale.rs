@@ -16,13 +16,13 @@ use pointsman_crds::{Condition, ConditionStatus};
 use crate::observed::{PodRecord, ReportRecord};
 
 /// How often agents write a status that says nothing new.
-const HEARTBEAT: Duration = Duration::from_secs(300);
+const HEARTBEAT: Duration = Duration::from_mins(5);
 /// The same in clusters of [`LARGE`] nodes and more.
-const HEARTBEAT_LARGE: Duration = Duration::from_secs(600);
+const HEARTBEAT_LARGE: Duration = Duration::from_mins(10);
 /// Nodes from which on agents write less often.
 const LARGE: usize = 5000;
 /// Two intervals may pass, and a little for a slow API server.
-const GRACE: Duration = Duration::from_secs(60);
+const GRACE: Duration = Duration::from_mins(1);
 /// How long an agent's pod may be out of service before its last report no longer counts.
 const POD_GRACE: Duration = Duration::from_secs(90);
 
@@ -152,3 +152,6 @@ fn unknown(type_: &str, reason: &str, message: String, time: &Time) -> Condition
         observed_generation: None,
     }
 }
+
+#[cfg(test)]
+mod tests;

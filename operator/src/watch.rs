@@ -40,12 +40,8 @@ impl<V> Cache<V> {
     /// An empty cache that has not been synced.
     #[must_use]
     pub fn new(resource: &'static str, matters: fn(&V, &V) -> bool) -> Self {
-        let inner = Inner {
-            records: BTreeMap::new(),
-            incoming: BTreeMap::new(),
-            synced: false,
-            trouble: None,
-        };
+        let inner =
+            Inner { records: BTreeMap::new(), incoming: BTreeMap::new(), synced: false, trouble: None };
         Self { resource, matters, inner: RwLock::new(inner) }
     }
 
@@ -216,7 +212,8 @@ mod tests {
     async fn a_refused_list_names_verb_and_resource() {
         let cache: Cache<String> = Cache::new("nodes", PartialEq::ne);
         let refused = kube::core::Status::failure("nodes is forbidden", "Forbidden").with_code(403).boxed();
-        let events = futures::stream::iter([Err(watcher::Error::InitialListFailed(kube::Error::Api(refused)))]);
+        let events =
+            futures::stream::iter([Err(watcher::Error::InitialListFailed(kube::Error::Api(refused)))]);
         take_all::<ConfigMap, _>(&cache, events, label, &Notify::new()).await;
         let trouble = cache.unsynced().unwrap();
         assert!(trouble.contains("verb list on nodes"), "{trouble}");
