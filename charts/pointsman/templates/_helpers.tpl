@@ -55,7 +55,7 @@ imagePullSecrets:
 {{- define "pointsman.tokenVolume" -}}
 - name: token
   projected:
-    defaultMode: 0440
+    defaultMode: 288 # 0440, which YAML 1.1 and 1.2 read differently
     sources:
     - serviceAccountToken: {path: token, expirationSeconds: 3600}
     - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}

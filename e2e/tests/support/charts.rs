@@ -77,5 +77,6 @@ impl Rendered {
 
 /// `object` as its type.
 pub fn typed<T: DeserializeOwned>(object: &Value) -> T {
-    serde_json::from_value(object.clone()).unwrap_or_else(|error| panic!("{error} in {object:#}"))
+    serde_json::from_value(object.clone())
+        .unwrap_or_else(|error| panic!("{error} in {} {}", object["kind"], object["metadata"]["name"]))
 }
