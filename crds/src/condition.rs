@@ -60,18 +60,14 @@ pub struct Condition {
 ///
 /// Returns whether anything but the transition time changed.
 pub fn set_condition(conditions: &mut Vec<Condition>, mut new: Condition) -> bool {
-    match conditions.iter_mut().find(|old| old.type_ == new.type_) {
-        Some(old) => {
-            if old.status == new.status {
-                new.last_transition_time = old.last_transition_time.clone();
-            }
-            let changed = *old != new;
-            *old = new;
-            changed
-        }
-        None => {
-            conditions.push(new);
-            true
-        }
+    let Some(old) = conditions.iter_mut().find(|old| old.type_ == new.type_) else {
+        conditions.push(new);
+        return true;
+    };
+    if old.status == new.status {
+        new.last_transition_time = old.last_transition_time.clone();
     }
+    let changed = *old != new;
+    *old = new;
+    changed
 }

@@ -15,7 +15,7 @@ use thiserror::Error;
 use crate::names::CONFIG_MAX_BYTES;
 use crate::proxy_configuration::Drift;
 use crate::settings::{
-    DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode,
+    Cidr, DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode,
     NetworkCidr, NodePortAddress, ProxySettings,
 };
 
@@ -309,18 +309,7 @@ impl NodeProxyConfiguration {
                 tcp_timeout_seconds: whole("ipvs.tcpTimeoutSeconds", ipvs.tcp_timeout_seconds, 0),
                 tcp_fin_timeout_seconds: whole("ipvs.tcpFinTimeoutSeconds", ipvs.tcp_fin_timeout_seconds, 0),
                 udp_timeout_seconds: whole("ipvs.udpTimeoutSeconds", ipvs.udp_timeout_seconds, 0),
-                exclude_cidrs: ipvs
-                    .exclude_cidrs
-                    .unwrap_or_default()
-                    .iter()
-                    .filter_map(|cidr| {
-                        let net = cidr.parse();
-                        if net.is_none() {
-                            faults.push(format!("ipvs.excludeCIDRs: {:?} is not a CIDR", cidr.0));
-                        }
-                        net
-                    })
-                    .collect(),
+                exclude_cidrs: parse_cidrs(&ipvs.exclude_cidrs.unwrap_or_default(), &mut faults),
             },
             detect_local: complete_detect_local(settings.detect_local.as_ref(), &mut faults),
             metrics_bind_address: settings
@@ -454,6 +443,17 @@ impl NodeProxyConfiguration {
         }
         faults
     }
+}
+
+fn parse_cidrs(cidrs: &[Cidr], faults: &mut Vec<String>) -> Vec<IpNet> {
+    let parse = |cidr: &Cidr| {
+        let net = cidr.parse();
+        if net.is_none() {
+            faults.push(format!("ipvs.excludeCIDRs: {:?} is not a CIDR", cidr.0));
+        }
+        net
+    };
+    cidrs.iter().filter_map(parse).collect()
 }
 
 fn port(number: u32) -> u16 {

@@ -1,5 +1,6 @@
 //! Who may do what, on a real API server with the chart installed: the admission policies with the message that a
 //! refused person reads, and the rights of both service accounts.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod support;
 
@@ -135,12 +136,12 @@ async fn an_agent_writes_only_its_own_nodes_status() {
     let strong = agent("n1").with_all_rights();
     let only_status = "the Pointsman agent may only update the status subresource of proxynodestatuses";
     assert_refused("own spec", &patch(&strong, "n1").await, POLICY, only_status);
-    let path = format!("{STATUSES}?dryRun=All");
-    let created = api.send(Some(&strong), "POST", &path, Some((JSON, &node_status("n3")))).await;
+    let all = format!("{STATUSES}?dryRun=All");
+    let created = api.send(Some(&strong), "POST", &all, Some((JSON, &node_status("n3")))).await;
     assert_refused("creation", &created, POLICY, only_status);
     let deleted = api.send(Some(&strong), "DELETE", &format!("{STATUSES}/n1?dryRun=All"), None).await;
     assert_refused("deletion", &deleted, POLICY, only_status);
-    let deleted = api.send(Some(&strong), "DELETE", &format!("{STATUSES}?dryRun=All"), None).await;
+    let deleted = api.send(Some(&strong), "DELETE", &all, None).await;
     assert_refused("deletion of all", &deleted, POLICY, only_status);
     // The same account name elsewhere is somebody else, and others are not this policy's business.
     let stranger = Identity::pod("default", "pointsman-agent", Some("n1")).with_all_rights();
@@ -211,8 +212,8 @@ async fn node_configurations_belong_to_the_operator() {
 
     let mut elsewhere = plain.clone();
     elsewhere["metadata"]["namespace"] = json!("default");
-    let path = "api/v1/namespaces/default/configmaps?dryRun=All";
-    let answer = api.send(Some(&admin()), "POST", path, Some((JSON, &elsewhere))).await;
+    let others = "api/v1/namespaces/default/configmaps?dryRun=All";
+    let answer = api.send(Some(&admin()), "POST", others, Some((JSON, &elsewhere))).await;
     assert_allowed("another namespace", &answer);
 }
 

@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let text = serde_saphyr::to_string(&crd)?;
         for folder in &folders {
             std::fs::create_dir_all(folder)?;
-            let file = Path::new(folder).join(format!("{}.yaml", plural));
+            let file = Path::new(folder).join(format!("{plural}.yaml"));
             std::fs::write(&file, &text).map_err(|error| format!("{}: {error}", file.display()))?;
         }
     }

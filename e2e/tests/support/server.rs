@@ -124,9 +124,9 @@ impl Api {
     }
 
     /// A JSON merge patch.
-    pub async fn merge(&self, path: &str, patch: &Value) -> Answer {
+    pub async fn merge(&self, path: &str, change: &Value) -> Answer {
         let path = format!("{path}?fieldValidation=Strict");
-        self.send(None, "PATCH", &path, Some(("application/merge-patch+json", patch))).await
+        self.send(None, "PATCH", &path, Some(("application/merge-patch+json", change))).await
     }
 
     async fn wait_until_served(&self, path: &str) {
