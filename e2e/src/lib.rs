@@ -2,6 +2,7 @@
 //!
 //! - [`up`] and [`cluster`]: a real Kubernetes on one machine, with nodes in network namespaces.
 //! - [`api_server`]: etcd and kube-apiserver only, for tests of the API.
+//! - [`checks`]: what a user of Services sees, asked from pods, nodes and outside by [`probe`].
 //! - [`release`]: the images of Pointsman itself.
 
 pub mod addons;
@@ -9,6 +10,7 @@ pub mod api_server;
 pub mod archive;
 pub mod artifacts;
 pub mod cgroup;
+pub mod checks;
 pub mod cluster;
 pub mod command;
 pub mod control_plane;
@@ -17,6 +19,7 @@ pub mod layout;
 pub mod network;
 pub mod node;
 pub mod pki;
+pub mod probe;
 pub mod process;
 pub mod progress;
 pub mod release;

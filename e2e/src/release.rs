@@ -110,6 +110,7 @@ async fn compile(part: Part) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let package = part.binary();
     let mut build = command(cargo, ["build", "--release", "--locked", "--message-format=json", "--package"]);
+    eprintln!("  compiling {package} (a few minutes the first time)");
     let messages = output(build.args([&package, "--bin", &package]).current_dir(repository())).await?;
     // Cargo says where the binary is: CARGO_TARGET_DIR and the user's configuration may move it.
     let executable = messages.lines().rev().find_map(|line| {
