@@ -190,6 +190,11 @@ async fn node_configurations_belong_to_the_operator() {
     assert_allowed("an edit under break-glass", &patch(&admin(), "n1", emergency).await);
     let annotated = node_config("n2", &broken["metadata"]["annotations"]);
     assert_allowed("creation under break-glass", &create(&admin(), &annotated).await);
+    // The way back: n2's is edited by hand, and given back.
+    api.send(Some(&admin()), "POST", NODE_CONFIGS, Some((JSON, &annotated))).await.unwrap();
+    let ended = json!({"metadata": {"annotations": {"pointsman.dev/break-glass": null}}});
+    assert_allowed("the end of break-glass", &patch(&admin(), "n2", ended).await);
+    assert_allowed("deletion under break-glass", &delete(&admin(), "n2").await);
     let strong = agent("n1").with_all_rights();
     assert_refused("an agent with stolen rights", &patch(&strong, "n1", edit.clone()).await, POLICY, TEXT);
     assert_no_right("an agent", &patch(&agent("n1"), "n1", edit.clone()).await);
