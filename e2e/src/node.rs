@@ -1,8 +1,9 @@
 //! A node: its mount namespace, CNI, containerd and kubelet.
 //!
 //! In: a layout, a node number and the combined binary. Out: files in the node's folder and command lines. The
-//! node's own mount namespace gives it a /run, /var/log, /var/lib/kubelet and /var/lib/cni of its own (the lock
-//! of iptables, the sockets of containerd, pod logs), and every mount of its pods is gone with it.
+//! node's own mount namespace gives it a /run, /var/log, /var/lib/kubelet, /var/lib/cni and /var/lib/pointsman-agent
+//! of its own (the lock of iptables, the sockets of containerd, pod logs, the agent's checkpoint), and every mount of
+//! its pods is gone with it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,6 +26,7 @@ mkdir -p /run/lock /run/netns
 mount --bind "$dir/log" /var/log
 mount --bind "$dir/kubelet" /var/lib/kubelet
 mount --bind "$dir/cni-state" /var/lib/cni
+mount --bind "$dir/agent-state" /var/lib/pointsman-agent
 mount --make-rshared /
 "#;
 
@@ -82,12 +84,12 @@ impl Node {
     /// Makes the mount namespace. It must not exist yet.
     pub async fn create_mounts(&self) -> Result<()> {
         let dir = self.dir();
-        for part in ["log", "kubelet", "cni-state", "cni", "containerd"] {
+        for part in ["log", "kubelet", "cni-state", "agent-state", "cni", "containerd"] {
             let path = dir.join(part);
             fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
         }
         // Mount points, as they would be on a real node.
-        for mount_point in ["/var/lib/kubelet", "/var/lib/cni"] {
+        for mount_point in ["/var/lib/kubelet", "/var/lib/cni", "/var/lib/pointsman-agent"] {
             fs::create_dir_all(mount_point).with_context(|| format!("creating {mount_point}"))?;
         }
         let file = self.layout.mntns(&self.name);
