@@ -1,23 +1,54 @@
-//! Keeps the kernel equal to the plan.
+//! Keeps the kernel equal to the plan: runs the tools, remembers whether they succeeded.
+//!
+//! In: the [`Plan`] and its [`Changes`]. Out: kernel state, and [`Synced`] or a [`SyncError`] per family. What to write is
+//! decided in [`super::state`].
+//!
+//! While the installed state is known, a sync writes only what changed and reads nothing. It is unknown at the start and
+//! after any failure; then a sync reads our chains back and writes what differs. Nothing is flushed, so there is no gap.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use pointsman_crds::proxy_node_status::IpFamily;
+use tracing::{debug, info, warn};
 
-use super::tools::Tools;
-use crate::kernel::{SyncError, Synced};
-use crate::plan::{Changes, Plan};
+use super::batch::{Batch, Script, Section};
+use super::names::ChainName;
+use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
+use super::shared::{JUMPS, MARTIAN_RULE};
+use super::state::State;
+use super::tools::{RunError, Tools};
+use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::plan::{Changes, NodePlan, Plan};
+
+/// How long packets that carry a mark may be on their way through the node.
+const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
+/// How long a restore may take, besides waiting for the lock.
+const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
+const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
+/// Lock wait, in seconds, where no configuration says otherwise.
+const DEFAULT_LOCK_WAIT: u32 = 5;
 
 /// The rules of one node.
 #[derive(Debug)]
 pub struct Dataplane {
     tools: Tools,
     families: Vec<IpFamily>,
+    /// What is installed, where that is known.
+    states: BTreeMap<IpFamily, State>,
+}
+
+#[derive(Debug, Default)]
+struct Written {
+    full: bool,
+    rules: (usize, usize),
 }
 
 impl Dataplane {
     /// Knows nothing of the kernel yet: the first [`Dataplane::sync`] reads it and writes what differs.
     #[must_use]
     pub fn new(tools: Tools, families: &[IpFamily]) -> Self {
-        Self { tools, families: families.to_vec() }
+        Self { tools, families: families.to_vec(), states: BTreeMap::new() }
     }
 
     /// The tools in use.
@@ -26,24 +57,275 @@ impl Dataplane {
         &self.tools
     }
 
-    /// Makes the kernel equal to the plan. One family failing never keeps the other from being written.
-    #[allow(clippy::unused_async, reason = "skeleton")]
-    pub async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
-        let _ = (plan, changes, &self.families);
-        (Synced { full: true, ..Synced::default() }, Vec::new())
+    /// Forgets what is installed: the next [`Dataplane::sync`] reads it back and repairs what differs. To be called when
+    /// [`Dataplane::verify`] has found differences that are to be repaired.
+    pub fn distrust(&mut self) {
+        self.states.clear();
     }
 
-    /// Reads the kernel and says in which chains it differs from the plan. Empty: equal.
-    #[allow(clippy::unused_async, reason = "skeleton")]
+    /// Makes the kernel equal to the plan. One family failing never keeps the other from being written. What failed is
+    /// read back and repaired by the next call, even if that brings no changes.
+    pub async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
+        let mut synced = Synced::default();
+        let mut errors = Vec::new();
+        for family in self.families.clone() {
+            let Some(node) = plan.node(family) else { continue };
+            let start = Instant::now();
+            match self.sync_family(plan, node, changes).await {
+                Ok(written) => {
+                    synced.full |= written.full;
+                    synced.written.insert((family, "nat"), written.rules.0);
+                    synced.written.insert((family, "filter"), written.rules.1);
+                    synced.duration.insert(family, start.elapsed());
+                    debug!(?family, full = written.full, elapsed = ?start.elapsed(), "rules written");
+                }
+                Err(error) => errors.push(failure(family, &error)),
+            }
+            if let Some(state) = self.states.get(&family) {
+                let (nat, filter) = state.rules();
+                synced.rules.insert((family, "nat"), nat);
+                synced.rules.insert((family, "filter"), filter);
+            }
+        }
+        (synced, errors)
+    }
+
+    async fn sync_family(
+        &mut self,
+        plan: &Plan,
+        node: &NodePlan,
+        changes: &Changes,
+    ) -> Result<Written, Failure> {
+        let family = node.family;
+        let runner =
+            Runner { tools: &self.tools, family, lock_wait: plan.config().iptables.lock_timeout_seconds };
+        // Taken out, so that it stays unknown if the write fails or is cancelled.
+        let known =
+            self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
+        let (state, written) = match known {
+            Some(mut state) => {
+                let mut written = Written::default();
+                let batch = state.advance(plan, node, changes);
+                runner.write(&batch, &mut written).await?;
+                runner.settle(&mut state, &mut written).await?;
+                (state, written)
+            }
+            None => runner.adopt(plan, node).await?,
+        };
+        self.states.insert(family, state);
+        Ok(written)
+    }
+
+    /// Reads the kernel and says in which chains it differs from what was last written, or, if that is unknown, from the
+    /// plan. Empty: equal. Changes nothing; see [`Dataplane::distrust`].
     pub async fn verify(&mut self, plan: &Plan) -> Result<Vec<String>, SyncError> {
-        let _ = plan;
-        Ok(Vec::new())
+        let mut lines = Vec::new();
+        for family in &self.families {
+            let Some(node) = plan.node(*family) else { continue };
+            let runner = Runner { tools: &self.tools, family: *family, lock_wait: DEFAULT_LOCK_WAIT };
+            let read = async { Ok((runner.read("nat").await?, runner.read("filter").await?)) };
+            let (nat, filter) = read.await.map_err(|error| failure(*family, &error))?;
+            let differences = match self.states.get(family) {
+                Some(state) => state.compare(&nat, &filter, Comparison::Exact),
+                None => State::of(plan, node, 0).compare(&nat, &filter, Comparison::Exact),
+            };
+            lines.extend(differences.describe(*family));
+        }
+        Ok(lines)
     }
 }
 
-/// Removes everything of ours in both families, jumps first, and nothing else.
-#[allow(clippy::unused_async, reason = "skeleton")]
+/// Runs the tools for one family.
+struct Runner<'a> {
+    tools: &'a Tools,
+    family: IpFamily,
+    lock_wait: u32,
+}
+
+/// Why a family could not be written.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Run(#[from] RunError),
+    #[error(
+        "table {table} holds rules that {command} cannot show; remove what other programs have put there"
+    )]
+    Incompatible { table: &'static str, command: String },
+    #[error("the rules differ after they were written: {0}; they are compared again at the next attempt")]
+    ReadBack(String),
+}
+
+fn failure(family: IpFamily, error: &Failure) -> SyncError {
+    let failure = match &error {
+        Failure::Run(RunError::Start { .. }) => SyncFailure::ToolMissing,
+        Failure::Run(RunError::Failed { message, .. }) if message.contains("xtables lock") => {
+            SyncFailure::LockTimeout
+        }
+        Failure::Run(RunError::Failed { .. }) | Failure::ReadBack(_) => SyncFailure::RestoreFailed,
+        Failure::Run(RunError::Timeout { .. }) | Failure::Incompatible { .. } => SyncFailure::SyncFailed,
+    };
+    SyncError { family, failure, message: error.to_string() }
+}
+
+impl Runner<'_> {
+    async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
+        let command = self.tools.command(self.family, "-save");
+        let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
+        if text.contains("is incompatible, use 'nft' tool") {
+            return Err(Failure::Incompatible { table, command });
+        }
+        Ok(Saved::parse(text))
+    }
+
+    async fn restore(&self, script: &Script) -> Result<(), Failure> {
+        let command = self.tools.command(self.family, "-restore");
+        let wait = self.lock_wait.to_string();
+        let args = ["--noflush", "--counters", "-w", &wait];
+        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
+        self.tools.run(&command, &args, Some(&script.text), timeout).await?;
+        Ok(())
+    }
+
+    async fn write(&self, batch: &Batch, written: &mut Written) -> Result<(), Failure> {
+        for script in batch.scripts(self.tools.flavour()) {
+            self.restore(&script).await?;
+            written.rules.0 += script.rules.0;
+            written.rules.1 += script.rules.1;
+        }
+        Ok(())
+    }
+
+    /// Ends a change of the mark bit, once no packet carries the old one any more.
+    async fn settle(&self, state: &mut State, written: &mut Written) -> Result<(), Failure> {
+        if state.is_settling() {
+            tokio::time::sleep(MARKED_PACKETS_LEAVE).await;
+            self.write(&state.settle(), written).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes over whatever is installed, by us or by kube-proxy: adds and corrects, compares, removes what is left over.
+    async fn adopt(&self, plan: &Plan, node: &NodePlan) -> Result<(State, Written), Failure> {
+        let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
+        let accepted = nat.marks("KUBE-MARK-MASQ") | nat.marks("KUBE-POSTROUTING");
+        let mut state = State::of(plan, node, accepted);
+        let found = state.compare(&nat, &filter, Comparison::Exact);
+        let canary = nat.has(CANARY) || filter.has(CANARY);
+        let mut written = Written { full: true, ..Written::default() };
+        if node.node_ports.localhost {
+            self.guard_localhost(&filter).await?;
+        }
+        drop((nat, filter));
+        self.write(&found.batch, &mut written).await?;
+        self.settle(&mut state, &mut written).await?;
+        if !found.stale.is_empty() || !found.filter_stale.is_empty() {
+            let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
+            let left = state.compare(&nat, &filter, Comparison::Shape);
+            let wrong = left.chains();
+            if !wrong.is_empty() {
+                let names: Vec<&str> = wrong.iter().take(5).map(ChainName::as_str).collect();
+                return Err(Failure::ReadBack(names.join(", ")));
+            }
+            info!(family = ?self.family, chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
+            let batch = Batch { stale: left.stale, filter_stale: left.filter_stale, ..Batch::default() };
+            self.write(&batch, &mut written).await?;
+            if canary {
+                self.remove_mangle_canary().await;
+            }
+        }
+        Ok((state, written))
+    }
+
+    /// kube-proxy's empty chain in mangle; whether it can be removed does not matter.
+    async fn remove_mangle_canary(&self) {
+        let Ok(mangle) = self.read("mangle").await else { return };
+        if mangle.has(CANARY) {
+            let mut section = Section::new("mangle");
+            section.remove([&ChainName::new(CANARY)]);
+            let mut script = Script::default();
+            section.finish(&mut script);
+            if let Err(error) = self.restore(&script).await {
+                warn!(family = ?self.family, %error, "kube-proxy's canary chain stays in mangle");
+            }
+        }
+    }
+
+    /// Lets NodePorts answer on 127.0.0.1, and nothing else there be reached from outside.
+    async fn guard_localhost(&self, filter: &Saved) -> Result<(), Failure> {
+        let mut section = Section::new("filter");
+        let rules: Vec<&str> = filter.rules(GUARD).into_iter().flatten().collect();
+        if !filter.has(GUARD) {
+            section.chain(ChainName::new(GUARD), &[]);
+        }
+        if !rules.iter().any(|rule| rule.contains("block incoming localnet connections")) {
+            section.append_rule(GUARD, MARTIAN_RULE);
+        }
+        for hook in ["INPUT", "OUTPUT"] {
+            let mut jumps = filter.rules(hook).into_iter().flatten();
+            if !jumps.any(|rule| super::saved::target(rule) == Some(GUARD)) {
+                section.append_rule(hook, &format!("-j {GUARD}"));
+            }
+        }
+        let mut script = Script::default();
+        section.finish(&mut script);
+        if !script.text.is_empty() {
+            self.restore(&script).await?;
+        }
+        self.tools.route_localnet();
+        Ok(())
+    }
+}
+
+const CANARY: &str = "KUBE-PROXY-CANARY";
+const GUARD: &str = "KUBE-FIREWALL";
+
+/// Removes everything of ours in both families: the ways in first, then the chains. Touches nothing else; what is not
+/// there is no error.
 pub async fn cleanup(tools: &Tools) -> Result<(), SyncError> {
-    let _ = tools;
+    let mut first = None;
+    for family in [IpFamily::IPv4, IpFamily::IPv6] {
+        let runner = Runner { tools, family, lock_wait: DEFAULT_LOCK_WAIT };
+        if let Err(error) = remove_family(&runner).await {
+            warn!(?family, %error, "not everything could be removed");
+            first.get_or_insert(failure(family, &error));
+        }
+    }
+    first.map_or(Ok(()), Err)
+}
+
+async fn remove_family(runner: &Runner<'_>) -> Result<(), Failure> {
+    // Filter first: without its rules nothing is refused, without those of nat nothing is served (mode-switching §4).
+    for table in ["filter", "nat"] {
+        let ours = if table == "nat" { ours_in_nat } else { ours_in_filter };
+        let saved = runner.read(table).await?;
+        let mut section = Section::new(table);
+        for jump in JUMPS.iter().filter(|jump| jump.table == table) {
+            saved.jumps(jump).for_each(|rule| section.delete_rule(jump.from, rule));
+        }
+        let mut script = Script::default();
+        section.finish(&mut script);
+        if !script.text.is_empty() {
+            runner.restore(&script).await?;
+        }
+        let mut chains = saved.ours(ours);
+        // A chain that others' rules lead to can be emptied, not removed.
+        for name in saved.needed_by_others(table, ours) {
+            warn!(family = ?runner.family, table, chain = %name, "other programs' rules lead to this chain; it is left empty");
+            chains.remove(&name);
+            let mut section = Section::new(table);
+            section.chain(name, &[]);
+            let mut script = Script::default();
+            section.finish(&mut script);
+            runner.restore(&script).await?;
+        }
+        let mut batch = Batch::default();
+        if table == "nat" {
+            batch.stale = chains;
+        } else {
+            batch.filter_stale = chains;
+        }
+        runner.write(&batch, &mut Written::default()).await?;
+    }
+    runner.remove_mangle_canary().await;
     Ok(())
 }

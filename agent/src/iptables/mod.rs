@@ -5,8 +5,15 @@
 //!
 //! [`Dataplane`] is what the sync loop talks to; [`cleanup`] removes everything of ours.
 
+mod batch;
 mod dataplane;
+mod names;
+mod render;
+mod saved;
+mod shared;
+mod state;
 mod tools;
+mod tree;
 
 pub use dataplane::{Dataplane, cleanup};
 pub use tools::{Flavour, Options, Tools, ToolsError};

@@ -40,6 +40,8 @@ pub struct Options {
     pub directory: Option<PathBuf>,
     /// Command and arguments that every tool is started through, such as `nsenter --net=…`.
     pub wrapper: Vec<OsString>,
+    /// Where kernel settings are; otherwise `/proc/sys`.
+    pub sysctls: Option<PathBuf>,
 }
 
 /// Why there are no tools to work with.
@@ -190,6 +192,16 @@ impl Tools {
     #[must_use]
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// Lets the kernel route packets to 127.0.0.0/8, which NodePorts on localhost need. A node whose `/proc/sys` is
+    /// read-only goes without.
+    pub(super) fn route_localnet(&self) {
+        let root = self.options.sysctls.clone().unwrap_or_else(|| PathBuf::from("/proc/sys"));
+        let path = root.join("net/ipv4/conf/all/route_localnet");
+        if let Err(error) = std::fs::write(&path, "1") {
+            tracing::warn!(path = %path.display(), %error, "NodePorts do not answer on 127.0.0.1; set net.ipv4.conf.all.route_localnet to 1");
+        }
     }
 
     /// The name of a command: `""`, `-save` or `-restore`.

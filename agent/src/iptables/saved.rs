@@ -1,0 +1,204 @@
+//! One table as `iptables-save` prints it.
+//!
+//! In: the text. Out: [`Saved`], which finds the rules of a chain without copying them; which chains are ours; and which of
+//! ours somebody else's rules lead to.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::names::ChainName;
+use super::shared::Jump;
+
+/// How closely rules must match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Comparison {
+    /// In every character.
+    Exact,
+    /// In number and targets: for a tool that prints a rule in other words than the versions we know.
+    Shape,
+}
+
+/// One table, read back.
+#[derive(Debug, Default)]
+pub(super) struct Saved {
+    text: String,
+    /// Where the rules of each chain are in the text: the tools print them together.
+    chains: BTreeMap<String, Range<usize>>,
+}
+
+impl Saved {
+    /// Reads what the tool printed for one table.
+    pub(super) fn parse(text: String) -> Self {
+        let mut chains: BTreeMap<String, Range<usize>> = BTreeMap::new();
+        let mut at = 0;
+        for line in text.split_inclusive('\n') {
+            let end = at + line.len();
+            if let Some(rest) = line.strip_prefix(':') {
+                if let Some(name) = rest.split_whitespace().next() {
+                    chains.entry(name.to_owned()).or_insert(0..0);
+                }
+            } else if let Some(name) =
+                line.strip_prefix("-A ").and_then(|rest| rest.split_whitespace().next())
+            {
+                match chains.get_mut(name) {
+                    Some(range) if range.end > range.start => range.end = end,
+                    Some(range) => *range = at..end,
+                    None => {
+                        chains.insert(name.to_owned(), at..end);
+                    }
+                }
+            }
+            at = end;
+        }
+        Self { text, chains }
+    }
+
+    /// The rules of a chain, without `-A CHAIN`; `None` if there is no such chain.
+    pub(super) fn rules(&self, chain: &str) -> Option<impl Iterator<Item = &str>> {
+        let range = self.chains.get(chain)?.clone();
+        let prefix = 3 + chain.len() + 1;
+        Some(self.text[range].lines().map(move |line| line.get(prefix..).unwrap_or_default()))
+    }
+
+    /// Whether a chain has these rules: exactly, or as many with the same targets.
+    pub(super) fn holds(&self, chain: ChainName, rules: &[String], how: Comparison) -> bool {
+        let Some(saved) = self.rules(chain.as_str()) else { return false };
+        let rules = rules.iter().map(String::as_str);
+        match how {
+            Comparison::Exact => saved.eq(rules),
+            Comparison::Shape => saved.map(target).eq(rules.map(target)),
+        }
+    }
+
+    /// Whether there is such a chain.
+    pub(super) fn has(&self, chain: &str) -> bool {
+        self.chains.contains_key(chain)
+    }
+
+    /// The chains whose name says that they are ours.
+    pub(super) fn ours(&self, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
+        self.chains.keys().filter(|name| ours(name)).map(|name| ChainName::new(name)).collect()
+    }
+
+    /// Chains that the rules of others lead to, other than our jumps.
+    pub(super) fn needed_by_others(&self, table: &str, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
+        let foreign = self.chains.keys().filter(|name| !ours(name));
+        let rules =
+            foreign.flat_map(|name| self.rules(name).into_iter().flatten().map(move |rule| (name, rule)));
+        rules
+            .filter(|(name, rule)| {
+                !super::shared::JUMPS
+                    .iter()
+                    .any(|jump| jump.table == table && jump.from == *name && leads(rule, jump))
+            })
+            .filter_map(|(_, rule)| target(rule))
+            .filter(|target| ours(target))
+            .map(ChainName::new)
+            .collect()
+    }
+
+    /// How often a jump is there. Found by target and comment, whatever else other versions of the tool print.
+    pub(super) fn jumps(&self, jump: &Jump) -> impl Iterator<Item = &str> {
+        self.rules(jump.from).into_iter().flatten().filter(move |rule| leads(rule, jump))
+    }
+
+    /// The mark bits that a chain sets or looks for.
+    pub(super) fn marks(&self, chain: &str) -> u32 {
+        let mut bits = 0;
+        for rule in self.rules(chain).into_iter().flatten() {
+            let words: Vec<&str> = rule.split_whitespace().collect();
+            for pair in
+                words.windows(2).filter(|pair| matches!(pair[0], "--mark" | "--set-xmark" | "--set-mark"))
+            {
+                for number in pair[1].split('/') {
+                    let digits = number.strip_prefix("0x").unwrap_or_default();
+                    bits |= u32::from_str_radix(digits, 16).unwrap_or_default();
+                }
+            }
+        }
+        bits
+    }
+}
+
+fn leads(rule: &str, jump: &Jump) -> bool {
+    target(rule) == Some(jump.to) && rule.contains(&format!("\"{}\"", jump.comment))
+}
+
+/// Where a rule leads.
+pub(super) fn target(rule: &str) -> Option<&str> {
+    let mut words = rule.split_whitespace();
+    words.find(|word| matches!(*word, "-j" | "-g"))?;
+    words.next()
+}
+
+/// Whether a chain of the nat table is ours or kube-proxy's (iptables mode), by its name.
+pub(super) fn ours_in_nat(name: &str) -> bool {
+    const NAMES: [&str; 6] = [
+        "KUBE-SERVICES",
+        "KUBE-NODEPORTS",
+        "KUBE-POSTROUTING",
+        "KUBE-MARK-MASQ",
+        "KUBE-MARK-MASQ-FOREIGN",
+        "KUBE-PROXY-CANARY",
+    ];
+    const PREFIXES: [&str; 8] =
+        ["KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-", "KUBE-EXT-", "KUBE-FW-", "KUBE-XLB-", "KUBE-IP-", "KUBE-NP-"];
+    NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Whether a chain of the filter table is ours or kube-proxy's, by its name. KUBE-FIREWALL is kubelet's.
+pub(super) fn ours_in_filter(name: &str) -> bool {
+    const NAMES: [&str; 7] = [
+        "KUBE-SERVICES",
+        "KUBE-EXTERNAL-SERVICES",
+        "KUBE-NODEPORTS",
+        "KUBE-FORWARD",
+        "KUBE-PROXY-FIREWALL",
+        "KUBE-NP-WITHOUT-ENDPOINT",
+        "KUBE-PROXY-CANARY",
+    ];
+    NAMES.contains(&name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shared::JUMPS;
+    use super::*;
+
+    const NAT: &str = "*nat
+:PREROUTING ACCEPT [0:0]
+:CNI-HOST - [0:0]
+:KUBE-MARK-MASQ - [0:0]
+:KUBE-SVC-A - [0:0]
+:KUBE-SVC-B - [0:0]
+-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
+-A PREROUTING -j CNI-HOST
+-A CNI-HOST -j KUBE-MARK-MASQ
+-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000
+-A KUBE-SVC-A -j KUBE-MARK-MASQ
+-A KUBE-SVC-A -j KUBE-SVC-B
+COMMIT
+";
+
+    #[test]
+    fn a_saved_table_is_read() {
+        let saved = Saved::parse(NAT.to_owned());
+        let rules: Vec<&str> = saved.rules("KUBE-SVC-A").unwrap().collect();
+        assert_eq!(rules, ["-j KUBE-MARK-MASQ", "-j KUBE-SVC-B"]);
+        assert!(saved.holds(ChainName::new("KUBE-SVC-B"), &[], Comparison::Exact));
+        assert!(!saved.has("KUBE-SVC-C"));
+        assert_eq!(saved.marks("KUBE-MARK-MASQ"), 0x4000);
+        assert_eq!(saved.jumps(JUMPS.last().unwrap()).count(), 1);
+        let needed: Vec<_> = saved.needed_by_others("nat", ours_in_nat).into_iter().collect();
+        assert_eq!(needed, [ChainName::new("KUBE-MARK-MASQ")]);
+    }
+
+    #[test]
+    fn syn_16_chains_of_others_are_not_ours() {
+        for name in
+            ["KUBE-FIREWALL", "KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-POD-FW-X", "CNI-HOST"]
+        {
+            assert!(!ours_in_nat(name) && !ours_in_filter(name), "{name}");
+        }
+    }
+}

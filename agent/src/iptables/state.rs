@@ -1,0 +1,276 @@
+//! What the kernel holds of ours, as far as we know, and how to get from there to what the plan says.
+//!
+//! In: the [`Plan`], what changed in it, and for a full comparison the tables read back. Out: [`Batch`]. Pure. Nothing is kept but the
+//! plan's own records and the shape of the dispatch: the rules of a Service port are rendered again when they are
+//! needed, so that one change costs what that Service costs and memory stays small.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::batch::Batch;
+use super::names::ChainName;
+use super::render::{Chains, List, Rendered, Rule, render};
+use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
+use super::shared::{Dispatch, DispatchTouched, Frame, JUMPS};
+use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
+
+/// What the kernel holds of ours in one family.
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    node: NodePlan,
+    /// Mark bits that are masqueraded: more than the one that is set only while it changes.
+    accepted: u32,
+    ports: BTreeMap<PortId, Arc<PortPlan>>,
+    dispatch: Dispatch,
+    /// Rules in the chains of Service ports.
+    port_rules: usize,
+    /// Rules that Service ports add to the lists.
+    listed_rules: usize,
+}
+
+/// Where the kernel differs from a state.
+#[derive(Debug, Default)]
+pub(super) struct Differences {
+    /// What makes it equal; without what is to be removed last.
+    pub batch: Batch,
+    /// Chains that are only left over.
+    pub stale: BTreeSet<ChainName>,
+    /// The same for filter.
+    pub filter_stale: BTreeSet<ChainName>,
+}
+
+impl State {
+    /// The state that a plan asks for. `accepted` are mark bits that must go on being masqueraded.
+    pub(super) fn of(plan: &Plan, node: &NodePlan, accepted: u32) -> Self {
+        let mut state = Self {
+            node: node.clone(),
+            accepted: accepted | node.mark,
+            ports: plan.ports(node.family).map(|(id, port)| (id.clone(), port.clone())).collect(),
+            dispatch: Dispatch::new(node),
+            port_rules: 0,
+            listed_rules: 0,
+        };
+        state.build_dispatch();
+        for (id, port) in &state.ports {
+            let rendered = render(id, port, node);
+            state.port_rules += count(&rendered.chains);
+            state.listed_rules += rendered.listed.len() + rendered.refusals.len();
+        }
+        state
+    }
+
+    fn build_dispatch(&mut self) {
+        let mut captures = BTreeMap::new();
+        for (id, port) in &self.ports {
+            captures.extend(render(id, port, &self.node).captures);
+        }
+        self.dispatch = Dispatch::new(&self.node);
+        self.dispatch.replace(BTreeSet::new(), captures, &mut DispatchTouched::default());
+    }
+
+    fn frame(&self) -> Frame {
+        Frame::new(&self.node, self.node.mark, self.accepted, &self.dispatch)
+    }
+
+    /// Follows the plan; returns what must change in the kernel.
+    pub(super) fn advance(&mut self, plan: &Plan, node: &NodePlan, changes: &Changes) -> Batch {
+        let before = self.frame();
+        let old_node = std::mem::replace(&mut self.node, node.clone());
+        self.accepted |= node.mark;
+        let mut ids: BTreeSet<&PortId> = changes.ports.iter().filter(|id| id.family == node.family).collect();
+        let known: Vec<PortId>;
+        if old_node.local_traffic != node.local_traffic || old_node.masquerade_all != node.masquerade_all {
+            known = self.ports.keys().cloned().collect();
+            ids.extend(&known);
+            ids.extend(plan.ports(node.family).map(|(id, _)| id));
+        }
+        let mut batch = Batch::default();
+        let (mut gone, mut caught) = (BTreeSet::new(), BTreeMap::new());
+        for id in ids {
+            let old = self.ports.remove(id);
+            let new = plan.port(id).cloned();
+            let rendered = |port: &Option<Arc<PortPlan>>, node| {
+                port.as_ref().map(|port| render(id, port, node)).unwrap_or_default()
+            };
+            let (before, after) = (rendered(&old, &old_node), rendered(&new, node));
+            if let Some(new) = new {
+                self.ports.insert(id.clone(), new);
+            }
+            self.port_rules = self.port_rules + count(&after.chains) - count(&before.chains);
+            let (removed, added) = (listed(&before, node.family), listed(&after, node.family));
+            self.listed_rules = self.listed_rules + added.len() - removed.len();
+            batch.unlisted.extend(removed);
+            batch.listed.extend(added);
+            gone.extend(before.captures.into_keys());
+            caught.extend(after.captures);
+            batch.services.push(differing(&before.chains, after.chains, &mut batch.stale));
+        }
+        let both: Vec<_> = batch.listed.intersection(&batch.unlisted).cloned().collect();
+        for rule in both {
+            batch.listed.remove(&rule);
+            batch.unlisted.remove(&rule);
+        }
+        if old_node.service_cidrs == node.service_cidrs {
+            let mut touched = DispatchTouched::default();
+            self.dispatch.replace(gone, caught, &mut touched);
+            let (written, removed) = self.dispatch.changed(&touched);
+            batch.dispatch = written;
+            batch.stale.extend(removed);
+        } else {
+            let old = self.dispatch.chains();
+            self.build_dispatch();
+            batch.dispatch = differing(&old, self.dispatch.chains(), &mut batch.stale);
+        }
+        self.reframe(&before, &mut batch);
+        batch
+    }
+
+    /// Whether NodePorts answer on 127.0.0.1.
+    pub(super) fn localhost(&self) -> bool {
+        self.node.node_ports.localhost
+    }
+
+    /// Whether more mark bits are masqueraded than are set.
+    pub(super) fn is_settling(&self) -> bool {
+        self.accepted != self.node.mark
+    }
+
+    /// Stops masquerading mark bits that nobody sets any more. To be called when packets that carry them have left.
+    pub(super) fn settle(&mut self) -> Batch {
+        let before = self.frame();
+        self.accepted = self.node.mark;
+        let mut batch = Batch { nat_first: true, ..Batch::default() };
+        self.reframe(&before, &mut batch);
+        batch
+    }
+
+    fn reframe(&self, before: &Frame, batch: &mut Batch) {
+        let after = self.frame();
+        batch.listed.extend(after.listed.difference(&before.listed).cloned());
+        batch.unlisted.extend(before.listed.difference(&after.listed).cloned());
+        batch.masquerade = differing(&before.masquerade, after.masquerade, &mut batch.stale);
+        batch.dispatch.extend(differing(&before.entrance, after.entrance, &mut batch.stale));
+        batch.filter = differing(&before.filter, after.filter, &mut batch.filter_stale);
+    }
+
+    /// Compares with what was read back.
+    pub(super) fn compare(&self, nat: &Saved, filter: &Saved, how: Comparison) -> Differences {
+        let mut batch = Batch::default();
+        let mut stale = nat.ours(ours_in_nat);
+        let mut missing = |chains: Chains| -> Chains {
+            let wanted = chains.into_iter();
+            wanted
+                .filter(|(name, rules)| {
+                    stale.remove(name);
+                    !nat.holds(*name, rules, how)
+                })
+                .collect()
+        };
+        let frame = self.frame();
+        batch.masquerade = missing(frame.masquerade);
+        let mut lists = frame.listed;
+        for (id, port) in &self.ports {
+            let rendered = render(id, port, &self.node);
+            lists.extend(listed(&rendered, self.node.family));
+            let chains = missing(rendered.chains);
+            if !chains.is_empty() {
+                batch.services.push(chains);
+            }
+        }
+        batch.dispatch = missing(frame.entrance);
+        batch.dispatch.extend(missing(self.dispatch.chains()));
+        for name in nat.needed_by_others("nat", ours_in_nat) {
+            stale.remove(&name);
+        }
+        let mut filter_stale = filter.ours(ours_in_filter);
+        batch.filter = frame.filter;
+        batch.filter.retain(|name, rules| {
+            filter_stale.remove(name);
+            !filter.holds(*name, rules, how)
+        });
+        for list in List::ALL {
+            filter_stale.remove(&list.chain());
+            match filter.rules(list.chain().as_str()) {
+                None => {
+                    batch.new_lists.insert(list.chain());
+                }
+                Some(rules) => {
+                    for rule in rules {
+                        if !lists.remove(&(list, rule.to_owned())) {
+                            batch.unlisted.insert((list, rule.to_owned()));
+                        }
+                    }
+                }
+            }
+        }
+        batch.listed = lists;
+        for name in filter.needed_by_others("filter", ours_in_filter) {
+            filter_stale.remove(&name);
+        }
+        let absent = |jump: &&super::shared::Jump| {
+            let table = if jump.table == "nat" { nat } else { filter };
+            table.jumps(jump).next().is_none()
+        };
+        batch.jumps = JUMPS.iter().filter(absent).copied().collect();
+        Differences { batch, stale, filter_stale }
+    }
+
+    /// How many rules we hold, in nat and in filter.
+    pub(super) fn rules(&self) -> (usize, usize) {
+        let (nat, filter) = self.frame().rules();
+        let jumps = |table: &str| JUMPS.iter().filter(|jump| jump.table == table).count();
+        (
+            nat + self.port_rules + self.dispatch.rules() + jumps("nat"),
+            filter + self.listed_rules + jumps("filter"),
+        )
+    }
+}
+
+fn count(chains: &Chains) -> usize {
+    chains.values().map(Vec::len).sum()
+}
+
+/// What a Service port adds to the lists.
+fn listed(rendered: &Rendered, family: IpFamily) -> BTreeSet<(List, Rule)> {
+    let refusals = rendered.refusals.iter().map(|refusal| (refusal.list, refusal.rule(family)));
+    rendered.listed.iter().cloned().chain(refusals).collect()
+}
+
+/// Chains that are new or different; those that are gone are added to `stale`.
+fn differing(old: &Chains, new: Chains, stale: &mut BTreeSet<ChainName>) -> Chains {
+    stale.extend(old.keys().filter(|name| !new.contains_key(name)).copied());
+    new.into_iter().filter(|(name, rules)| old.get(name) != Some(rules)).collect()
+}
+
+impl Differences {
+    /// Chains that are missing or different.
+    pub(super) fn chains(&self) -> Vec<ChainName> {
+        let batch = &self.batch;
+        let nat = batch.masquerade.keys().chain(batch.services.iter().flat_map(Chains::keys));
+        nat.chain(batch.dispatch.keys()).chain(batch.filter.keys()).chain(&batch.new_lists).copied().collect()
+    }
+
+    /// In words, for people. Empty: equal.
+    pub(super) fn describe(&self, family: IpFamily) -> Vec<String> {
+        let batch = &self.batch;
+        let mut lines: Vec<String> = self
+            .chains()
+            .iter()
+            .map(|name| format!("{family:?} chain {name}: missing or different"))
+            .collect();
+        for (rules, what) in [(&batch.listed, "missing"), (&batch.unlisted, "not ours")] {
+            let line = |(list, rule): &(List, Rule)| {
+                format!("{family:?} filter chain {}: {what}: {rule}", list.chain())
+            };
+            lines.extend(rules.iter().map(line));
+        }
+        for jump in &batch.jumps {
+            lines.push(format!("{family:?} {} chain {}: no way to {}", jump.table, jump.from, jump.to));
+        }
+        let stale = self.stale.iter().chain(&self.filter_stale);
+        lines.extend(stale.map(|name| format!("{family:?} chain {name}: left over")));
+        lines
+    }
+}

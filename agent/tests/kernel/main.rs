@@ -1,0 +1,8 @@
+//! Real packets through the real kernel, in namespaces of their own: what the plan says is what happens.
+//! Names carry the ids of the behaviours in the reference's test plan.
+
+#![allow(missing_docs)]
+
+mod net;
+mod services;
+mod world;
