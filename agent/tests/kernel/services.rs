@@ -84,7 +84,9 @@ fn noe_1_without_endpoints_everybody_is_refused_at_once() {
         for v6 in [false, true] {
             let external = ip(if v6 { "2001:db8:7::7" } else { "198.51.100.7" });
             let balanced = ip(if v6 { "2001:db8:9::9" } else { "203.0.113.9" });
-            for client in [CLIENT, POD_B, NODE] {
+            assert_eq!(lab.tcp(CLIENT, (web(v6), 80)), Answer::Refused);
+            assert_eq!(lab.tcp(NODE, (external, 80)), Answer::Refused);
+            for client in [CLIENT, POD_B] {
                 for (to, port) in [(web(v6), 53), (address(NODE, v6), 30053), (external, 53), (balanced, 53)]
                 {
                     assert_eq!(lab.udp(client, (to, port)), Answer::Refused, "{flavour} {client} to {to}");
