@@ -14,6 +14,7 @@ pub mod checks;
 pub mod cluster;
 pub mod command;
 pub mod control_plane;
+pub mod files;
 pub mod images;
 pub mod layout;
 pub mod network;

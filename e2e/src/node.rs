@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use crate::command::{command, output};
+use crate::files::write;
 use crate::layout::{Addresses, Layout};
 
 /// The image that holds each pod's namespaces.
@@ -105,9 +106,6 @@ impl Node {
     /// Writes the configuration of CNI, containerd and kubelet.
     pub fn configure(&self) -> Result<()> {
         let dir = self.dir();
-        let write = |path: &Path, text: &str| {
-            fs::write(path, text).with_context(|| format!("writing {}", path.display()))
-        };
         write(&dir.join("cni/10-pods.conflist"), &self.cni().to_string())?;
         write(&dir.join("containerd.toml"), &self.containerd_configuration())?;
         write(&dir.join("kubelet.json"), &self.kubelet_configuration().to_string())
@@ -227,7 +225,7 @@ state = "/run/containerd"
             "conntrack": {"maxPerCore": 0, "min": 0},
         });
         let path = self.dir().join("kube-proxy.json");
-        fs::write(&path, configuration.to_string()).with_context(|| format!("writing {}", path.display()))?;
+        write(&path, &configuration.to_string())?;
         let mut words = self.enter();
         words.extend([
             binary.display().to_string(),

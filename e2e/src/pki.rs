@@ -6,9 +6,9 @@
 use std::fs;
 use std::io::Read;
 use std::net::IpAddr;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::files::write;
 use anyhow::{Context, Result};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType};
 
@@ -177,17 +177,4 @@ impl Pki {
         write(&path, &token)?;
         Ok(token)
     }
-}
-
-/// Writes a file that only its owner reads, whole or not at all.
-fn write(path: &Path, text: &str) -> Result<()> {
-    use std::io::Write;
-    let unfinished = path.with_extension("unfinished");
-    let mut options = fs::File::options();
-    options.create(true).truncate(true).write(true).mode(0o600);
-    options
-        .open(&unfinished)
-        .and_then(|mut file| file.write_all(text.as_bytes()))
-        .and_then(|()| fs::rename(&unfinished, path))
-        .with_context(|| format!("writing {}", path.display()))
 }
