@@ -110,7 +110,8 @@ where
     }
     let _lock = lock(&dir.join(format!(".{stem}.lock"))).await?;
     if !artefact.exists() {
-        let unfinished = dir.join(format!(".{stem}.{}", std::process::id()));
+        // What an interrupted build left is overwritten: only the holder of the lock writes here.
+        let unfinished = dir.join(format!(".{stem}.unfinished"));
         build(unfinished.clone()).await.with_context(|| format!("building {name}"))?;
         fs::rename(&unfinished, &artefact).with_context(|| format!("keeping {}", artefact.display()))?;
     }

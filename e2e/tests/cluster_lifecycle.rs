@@ -21,7 +21,7 @@ async fn components_die_and_come_back() {
     let record = Record::load(name).expect("the record");
     Cluster::down(name).await.expect("taking the cluster down");
     outcome.unwrap_or_else(|error| panic!("{error:#}"));
-    assert_nothing_left(name, record.as_ref());
+    nothing_is_left(name, record.as_ref()).unwrap();
     Cluster::down(name).await.expect("taking down what is down already");
 }
 
@@ -80,29 +80,28 @@ async fn a_killed_up_leaves_nothing_after_down() {
         up.kill().await.expect("killing it");
         let record = Record::load(name).expect("the record");
         Cluster::down(name).await.expect("taking the cluster down");
-        assert_nothing_left(name, record.as_ref());
+        nothing_is_left(name, record.as_ref()).unwrap();
     }
 }
 
 /// Nothing of the cluster is on this machine: no folder, mount, link, cgroup or process.
-fn assert_nothing_left(name: &str, record: Option<&Record>) {
+fn nothing_is_left(name: &str, record: Option<&Record>) -> Result<()> {
     let dir = layout::dir(name);
-    assert!(!dir.exists(), "{} is left", dir.display());
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+    ensure!(!dir.exists(), "{} is left", dir.display());
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
     let mark = dir.display().to_string();
-    assert!(!mounts.contains(&mark), "mounts are left:\n{mounts}");
-    let record = record.expect("the cluster was recorded");
-    let link = record.layout(name).expect("its layout").host_link();
-    assert!(!Path::new("/sys/class/net").join(&link).exists(), "the link {link} is left");
-    let hierarchies =
-        std::fs::read_dir("/sys/fs/cgroup").expect("cgroups").flatten().map(|entry| entry.path());
+    ensure!(!mounts.contains(&mark), "mounts are left:\n{mounts}");
+    let host_link = record.context("the cluster was recorded")?.layout(name)?.host_link();
+    ensure!(!Path::new("/sys/class/net").join(&host_link).exists(), "the link {host_link} is left");
+    let hierarchies = std::fs::read_dir("/sys/fs/cgroup")?.flatten().map(|entry| entry.path());
     for hierarchy in hierarchies.chain(["/sys/fs/cgroup".into()]) {
         let cgroup = hierarchy.join(layout::cgroup(name));
-        assert!(!cgroup.exists(), "{} is left", cgroup.display());
+        ensure!(!cgroup.exists(), "{} is left", cgroup.display());
     }
-    for process in std::fs::read_dir("/proc").expect("/proc").flatten() {
-        let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
-        let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        assert!(!line.contains(&mark), "a process is left: {line}");
+    for process in std::fs::read_dir("/proc")?.flatten() {
+        let words = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+        let words = String::from_utf8_lossy(&words).replace('\0', " ");
+        ensure!(!words.contains(&mark), "a process is left: {words}");
     }
+    Ok(())
 }
