@@ -4,7 +4,22 @@
 //! [`plan`] decides which endpoints a frontend may use, from where and with which source; a renderer ([`iptables`])
 //! translates the plan into rules and applies what differs ([`kernel`]). Nothing before [`kernel`] does I/O.
 
+pub mod admin;
+pub mod client;
+pub mod config;
+pub mod events;
+pub mod health;
+pub mod http;
+pub mod init;
 pub mod iptables;
 pub mod kernel;
+pub mod logging;
+pub mod metrics;
 pub mod model;
 pub mod plan;
+mod random;
+pub mod run;
+pub mod state;
+pub mod status;
+pub mod sync;
+pub mod watch;

@@ -1,2 +1,194 @@
-//! The agent's binary.
-fn main() {}
+//! The agent's binary: flags in, an exit code out.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
+use pointsman_agent::config::checkpoint::Checkpoint;
+use pointsman_agent::iptables::{self, Tools};
+use pointsman_agent::{admin, init, logging, run};
+use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
+use pointsman_crds::settings::IptablesBackend;
+use tracing::{error, info};
+
+/// Programs the Services of a cluster into the kernel of the node it runs on.
+#[derive(Debug, Parser)]
+#[command(name = "pointsman-agent", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// How log lines look.
+    #[arg(long, global = true, env = "POINTSMAN_LOG_FORMAT", value_enum, default_value_t)]
+    log_format: logging::Format,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the agent.
+    Run(Run),
+    /// Load kernel modules and set sysctls, with privilege, and exit.
+    Init,
+    /// Remove everything that Pointsman wrote to the kernel of this node, and nothing else.
+    Cleanup(Cleanup),
+    /// Ask the running agent how it is. Exits with 1 if the answer is no.
+    Probe(Probe),
+    /// Print the version.
+    Version,
+}
+
+#[derive(Debug, Args)]
+struct Run {
+    /// The node's name in the cluster.
+    #[arg(long, env = "NODE_NAME")]
+    node_name: String,
+    /// Direct endpoints of the API servers, `https://HOST:PORT`, comma-separated. Never the service IP: this agent programs it.
+    #[arg(long, env = "POINTSMAN_APISERVERS", default_value = "")]
+    apiserver: String,
+    /// Identity from a kubeconfig, outside pods.
+    #[arg(long, env = "KUBECONFIG")]
+    kubeconfig: Option<PathBuf>,
+    /// Directory with the service account's `token` and `ca.crt`.
+    #[arg(long, env = "POINTSMAN_SERVICE_ACCOUNT_DIR", default_value = SERVICE_ACCOUNT_DIR)]
+    service_account_dir: PathBuf,
+    /// Namespace of the node ConfigMaps.
+    #[arg(long, env = "POINTSMAN_NODE_CONFIG_NAMESPACE", default_value = NODE_CONFIG_NAMESPACE)]
+    node_config_namespace: String,
+    #[command(flatten)]
+    directories: Directories,
+}
+
+#[derive(Debug, Args)]
+struct Directories {
+    /// What survives a restart.
+    #[arg(long, env = "POINTSMAN_STATE_DIR", default_value = "/var/lib/pointsman-agent")]
+    state_dir: PathBuf,
+    /// The admin socket.
+    #[arg(long, env = "POINTSMAN_RUN_DIR", default_value = "/run/pointsman-agent")]
+    run_dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct Cleanup {
+    #[command(flatten)]
+    directories: Directories,
+}
+
+#[derive(Debug, Args)]
+struct Probe {
+    /// What to ask.
+    #[arg(value_enum)]
+    what: What,
+    #[command(flatten)]
+    directories: Directories,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum What {
+    /// Does the sync loop turn?
+    Live,
+    /// Does the kernel hold the assigned configuration?
+    Ready,
+    /// Everything, in JSON.
+    State,
+}
+
+impl What {
+    fn path(self) -> &'static str {
+        match self {
+            Self::Live => "live",
+            Self::Ready => "ready",
+            Self::State => "state",
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match start(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("pointsman-agent: {problem:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start(cli: Cli) -> anyhow::Result<()> {
+    match cli.command {
+        Command::Version => {
+            println!("pointsman-agent {}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
+        Command::Init => {
+            let _level = logging::start(cli.log_format);
+            let missing = init::prepare();
+            info!(missing, "the node is prepared");
+            Ok(())
+        }
+        Command::Probe(probe) => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            let answer = runtime.block_on(admin::probe(&probe.directories.run_dir, probe.what.path()))?;
+            println!("{}", answer.trim_end());
+            Ok(())
+        }
+        Command::Cleanup(cleanup) => {
+            let _level = logging::start(cli.log_format);
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(clean(&cleanup.directories))
+        }
+        Command::Run(run) => {
+            let level = logging::start(cli.log_format);
+            let options = run::Options {
+                node: run.node_name,
+                access: Access {
+                    endpoints: parse_endpoints(&run.apiserver)?,
+                    kubeconfig: run.kubeconfig,
+                    service_account: run.service_account_dir,
+                },
+                config_namespace: run.node_config_namespace,
+                state_directory: run.directories.state_dir,
+                run_directory: run.directories.run_dir,
+            };
+            // Reading a cluster and writing a kernel keeps two threads busy at most; nodes have better uses for the others.
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+            let outcome = runtime.block_on(run::run(options, level));
+            runtime.shutdown_background();
+            outcome.inspect_err(|problem| error!("{problem}")).context("the agent has stopped")
+        }
+    }
+}
+
+/// Both flavours, because a node may have been switched from one to the other.
+async fn clean(directories: &Directories) -> anyhow::Result<()> {
+    if admin::probe(&directories.run_dir, "live").await.is_ok() {
+        bail!("the agent is running and would write everything again; stop it first");
+    }
+    let mut problems = Vec::new();
+    let mut tools_found = 0;
+    for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
+        match Tools::detect(backend).await {
+            Ok(tools) => {
+                tools_found += 1;
+                match iptables::cleanup(&tools).await {
+                    Ok(()) => info!(flavour = %tools.flavour(), "nothing of ours is left"),
+                    Err(problem) => problems.push(format!("{}: {problem}", tools.flavour())),
+                }
+            }
+            Err(problem) => info!("{problem}"),
+        }
+    }
+    if tools_found == 0 {
+        problems.push("no iptables tools are installed, so nothing can be removed".to_owned());
+    }
+    if let Err(problem) = Checkpoint::new(&directories.state_dir).remove() {
+        problems.push(problem.to_string());
+    }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        bail!("not everything could be removed: {}", problems.join("; "))
+    }
+}

@@ -1,0 +1,317 @@
+//! The client of the API server, over addresses that do not depend on what this agent programs.
+//!
+//! In: direct endpoints (`https://host:port`), and who we are (the pod's service account, or a kubeconfig outside pods).
+//! Out: a [`kube::Client`]. With several endpoints it uses one until that fails to answer, then the next; the request
+//! that failed is not repeated here, because every caller retries with its own backoff and lands on the next endpoint.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use http::{Request, Response, StatusCode, Uri};
+use kube::client::Body;
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::{Client, Config};
+use thiserror::Error;
+use tower::{BoxError, Service};
+use tracing::{info, warn};
+
+/// Where a pod finds its token and the cluster's certificate authority.
+pub const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+/// A server that does not even accept a connection for this long is dead.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A watch hears at least a bookmark a minute; one that is silent for longer has lost its server.
+const READ_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// Why there is no client.
+#[derive(Debug, Error)]
+pub enum ClientError {
+    /// An endpoint is not a URL that can be used.
+    #[error("API server endpoint {given:?} is not usable ({why}); write https://HOST:PORT")]
+    Endpoint {
+        /// As it was given.
+        given: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Neither endpoints nor a kubeconfig nor a pod.
+    #[error(
+        "no API server is known: set --apiserver (POINTSMAN_APISERVERS) to the direct addresses of the API servers, or --kubeconfig outside a pod ({0})"
+    )]
+    Nowhere(kube::config::InClusterError),
+    /// The service account's files are missing.
+    #[error(
+        "the service account's token is missing at {0:?}; mount a projected service account token there, or use --kubeconfig outside a pod"
+    )]
+    NoToken(PathBuf),
+    /// The kubeconfig cannot be used.
+    #[error("the kubeconfig {path:?} cannot be used: {error}")]
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        error: Box<KubeconfigError>,
+    },
+    /// TLS set-up failed.
+    #[error(
+        "the client for {endpoint} cannot be set up: {error}; check the certificate authority next to the token"
+    )]
+    Build {
+        /// The endpoint.
+        endpoint: String,
+        /// What is wrong.
+        error: Box<kube::Error>,
+    },
+}
+
+/// How to reach the API server.
+#[derive(Clone, Debug, Default)]
+pub struct Access {
+    /// Direct endpoints, tried in order.
+    pub endpoints: Vec<Uri>,
+    /// Identity from here instead of the pod's service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// Directory with `token` and `ca.crt`; [`SERVICE_ACCOUNT_DIR`] in pods.
+    pub service_account: PathBuf,
+}
+
+/// Reads a comma-separated list of endpoints.
+pub fn parse_endpoints(list: &str) -> Result<Vec<Uri>, ClientError> {
+    list.split(',').map(str::trim).filter(|part| !part.is_empty()).map(parse_endpoint).collect()
+}
+
+fn parse_endpoint(given: &str) -> Result<Uri, ClientError> {
+    let refuse = |why: &str| ClientError::Endpoint { given: given.to_owned(), why: why.to_owned() };
+    let uri: Uri = given.parse().map_err(|error: http::uri::InvalidUri| refuse(&error.to_string()))?;
+    match uri.scheme_str() {
+        Some("https" | "http") => {}
+        Some(_) => return Err(refuse("the scheme is not https")),
+        None => return Err(refuse("it has no scheme")),
+    }
+    if uri.host().is_none_or(str::is_empty) {
+        return Err(refuse("it has no host"));
+    }
+    if uri.path().len() > 1 || uri.query().is_some() {
+        return Err(refuse("it has a path"));
+    }
+    Ok(uri)
+}
+
+impl Access {
+    /// Makes the client. Does not talk to any server yet.
+    pub async fn client(&self) -> Result<Client, ClientError> {
+        let base = self.config().await?;
+        let endpoints =
+            if self.endpoints.is_empty() { vec![base.cluster_url.clone()] } else { self.endpoints.clone() };
+        let mut targets = Vec::new();
+        for endpoint in endpoints {
+            let mut config = base.clone();
+            config.cluster_url = endpoint.clone();
+            let client = Client::try_from(config).map_err(|error| ClientError::Build {
+                endpoint: endpoint.to_string(),
+                error: Box::new(error),
+            })?;
+            targets.push(Target { endpoint: endpoint.to_string(), client });
+        }
+        Ok(Failover::new(targets).into_client())
+    }
+
+    async fn config(&self) -> Result<Config, ClientError> {
+        let mut config = if let Some(path) = &self.kubeconfig {
+            let refuse = |error| ClientError::Kubeconfig { path: path.clone(), error: Box::new(error) };
+            let file = Kubeconfig::read_from(path).map_err(refuse)?;
+            Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(refuse)?
+        } else if let Some(first) = self.endpoints.first() {
+            in_pod(&self.service_account, first.clone())?
+        } else {
+            warn!(
+                "no direct API server endpoint is set: using the service IP of the environment, which this agent itself \
+                 programs and which does not work on a node without rules; set --apiserver (POINTSMAN_APISERVERS)"
+            );
+            Config::incluster_env().map_err(ClientError::Nowhere)?
+        };
+        config.connect_timeout = Some(CONNECT_TIMEOUT);
+        config.read_timeout = Some(READ_TIMEOUT);
+        config.reset_reader_on_write = true;
+        Ok(config)
+    }
+}
+
+/// The service account's identity, at an address of our choice. kube reads both files again when they change.
+fn in_pod(directory: &Path, endpoint: Uri) -> Result<Config, ClientError> {
+    let token = directory.join("token");
+    if !token.exists() {
+        return Err(ClientError::NoToken(token));
+    }
+    let mut config = Config::new(endpoint);
+    config.auth_info.token_file = Some(token.to_string_lossy().into_owned());
+    let authority = directory.join("ca.crt");
+    if authority.exists() {
+        config.root_cert_file = Some(authority);
+    }
+    Ok(config)
+}
+
+/// One API server.
+#[derive(Clone)]
+struct Target {
+    endpoint: String,
+    client: Client,
+}
+
+/// Sends every request to the current target, and moves on when that one does not answer.
+#[derive(Clone)]
+struct Failover {
+    targets: Arc<[Target]>,
+    current: Arc<AtomicUsize>,
+}
+
+impl Failover {
+    fn new(targets: Vec<Target>) -> Self {
+        Self { targets: targets.into(), current: Arc::default() }
+    }
+
+    fn into_client(self) -> Client {
+        Client::new(self, "default")
+    }
+
+    /// Leaves `failed`, unless another request has done so already.
+    fn leave(&self, failed: usize, why: &str) {
+        if self.targets.len() < 2 {
+            return;
+        }
+        let next = (failed + 1) % self.targets.len();
+        if self.current.compare_exchange(failed, next, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            info!(
+                from = self.targets[failed].endpoint,
+                to = self.targets[next].endpoint,
+                why,
+                "switching to another API server"
+            );
+        }
+    }
+}
+
+impl Service<Request<Body>> for Failover {
+    type Response = Response<Body>;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Self::Response, Self::Error>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        // Readiness belongs to the target's own client, which waits for it when sending.
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let this = self.clone();
+        Box::pin(async move {
+            let index = this.current.load(Ordering::Relaxed);
+            match this.targets[index].client.send(request).await {
+                Ok(response) => {
+                    // A server that is shutting down still answers, and says so.
+                    if response.status() == StatusCode::SERVICE_UNAVAILABLE {
+                        this.leave(index, "503 Service Unavailable");
+                    }
+                    Ok(response)
+                }
+                Err(error) => {
+                    this.leave(index, &error.to_string());
+                    Err(error.into())
+                }
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tower_test::mock;
+
+    type Handle = mock::Handle<Request<Body>, Response<Body>>;
+
+    fn target(name: &str) -> (Target, Handle) {
+        let (service, handle) = mock::pair::<Request<Body>, Response<Body>>();
+        (Target { endpoint: name.to_owned(), client: Client::new(service, "default") }, handle)
+    }
+
+    async fn answer(handle: &mut Handle, status: u16) {
+        let (_, send) = handle.next_request().await.unwrap();
+        let body = Body::from(br#"{"major":"1","minor":"37"}"#.to_vec());
+        send.send_response(Response::builder().status(status).body(body).unwrap());
+    }
+
+    async fn refuse(handle: &mut Handle) {
+        let (_, send) = handle.next_request().await.unwrap();
+        send.send_error(std::io::Error::from(std::io::ErrorKind::ConnectionRefused));
+    }
+
+    async fn ask(client: &Client) -> Result<String, kube::Error> {
+        client.request_text(Request::get("/version").body(Vec::new()).unwrap()).await
+    }
+
+    #[tokio::test]
+    async fn the_next_endpoint_is_used_after_a_connection_error_and_kept() {
+        let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
+        let client = Failover::new(vec![a, b]).into_client();
+        let (answered, ()) = tokio::join!(ask(&client), refuse(&mut at_a));
+        assert!(answered.is_err());
+        for _ in 0..2 {
+            let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_b, 200));
+            assert!(answered.is_ok());
+        }
+        let (answered, ()) = tokio::join!(ask(&client), refuse(&mut at_b));
+        assert!(answered.is_err());
+        let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 200));
+        assert!(answered.is_ok(), "after the last endpoint comes the first");
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_shutting_down_is_left() {
+        let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
+        let client = Failover::new(vec![a, b]).into_client();
+        let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 503));
+        assert!(answered.is_err());
+        let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_b, 200));
+        assert!(answered.is_ok());
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_refuses_is_no_reason_to_switch() {
+        let ((a, mut at_a), (b, _at_b)) = (target("a"), target("b"));
+        let client = Failover::new(vec![a, b]).into_client();
+        for _ in 0..2 {
+            let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 403));
+            assert!(answered.is_err());
+        }
+    }
+
+    #[test]
+    fn endpoints_are_read_from_a_list() {
+        let endpoints = parse_endpoints("https://10.0.0.1:6443, https://[fd00::1]:6443,").unwrap();
+        assert_eq!(endpoints.len(), 2);
+        assert_eq!(endpoints[1].host(), Some("[fd00::1]"));
+        for (bad, why) in [
+            ("10.0.0.1:6443", "scheme"),
+            ("ftp://a:1", "scheme"),
+            ("https://a:1/path", "path"),
+            ("https://", "https://HOST:PORT"),
+        ] {
+            let error = parse_endpoints(bad).unwrap_err().to_string();
+            assert!(error.contains(why), "{bad}: {error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn without_anything_the_error_says_what_to_set() {
+        let access = Access { service_account: "/nonexistent".into(), ..Access::default() };
+        let error = access.client().await.err().unwrap().to_string();
+        assert!(error.contains("POINTSMAN_APISERVERS"), "{error}");
+        let access = Access { endpoints: parse_endpoints("https://10.0.0.1:6443").unwrap(), ..access };
+        let error = access.client().await.err().unwrap().to_string();
+        assert!(error.contains("/nonexistent/token"), "{error}");
+    }
+}

@@ -1,0 +1,316 @@
+//! The agent's HTTP ports: health for load balancers, metrics for Prometheus.
+//!
+//! In: what the agent knows about itself ([`View`]). Out: answers. Both listeners follow the configuration live; a port that
+//! somebody else has is tried again every five seconds and shows in the metrics, the log and the admin socket.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Response;
+use k8s_openapi::jiff::Timestamp;
+use pointsman_crds::NodeProxyConfiguration;
+use serde::Serialize;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+use warp::Filter;
+use warp::filters::BoxedFilter;
+
+use crate::health::{Pulse, proxy_health};
+use crate::metrics::Metrics;
+use crate::state::{NodeEligibility, SyncState, Watches};
+use crate::status::build::{Identity, Inputs, build, condition};
+
+/// A port in use is tried again after this.
+const RETRY: Duration = Duration::from_secs(5);
+/// After a port has changed, requests on the old one may finish for this long.
+const GRACE: Duration = Duration::from_secs(5);
+const JSON: &str = "application/json";
+const TEXT: &str = "text/plain; charset=utf-8";
+
+/// Everything that answers are made of.
+#[derive(Clone)]
+pub struct View {
+    /// The sync loop's snapshot.
+    pub state: watch::Receiver<SyncState>,
+    /// The watches.
+    pub watches: watch::Receiver<Watches>,
+    /// What the Node object says about load balancers.
+    pub node: watch::Receiver<NodeEligibility>,
+    /// The node and the agent.
+    pub identity: Arc<Identity>,
+    /// The sync loop's pulse.
+    pub pulse: Arc<Pulse>,
+    /// The metrics.
+    pub metrics: Arc<Metrics>,
+    /// What hinders each listener.
+    pub listeners: watch::Receiver<Listeners>,
+}
+
+/// What hinders each listener; nothing if it listens.
+pub type Listeners = BTreeMap<&'static str, Option<String>>;
+
+impl View {
+    /// Whether the kernel holds the assigned configuration, and why not.
+    #[must_use]
+    pub fn ready(&self) -> (bool, String) {
+        let state = self.state.borrow().clone();
+        let watches = self.watches.borrow().clone();
+        let status = build(Inputs {
+            state: &state,
+            watches: &watches,
+            identity: &self.identity,
+            previous: &[],
+            observed_generation: None,
+            now: Timestamp::now(),
+            instant: Instant::now(),
+        });
+        condition(&status, "Ready").map_or((false, String::new()), |ready| {
+            let is = ready.status == pointsman_crds::ConditionStatus::True;
+            (is, format!("{}: {}", ready.reason, ready.message))
+        })
+    }
+
+    /// `/healthz`.
+    #[must_use]
+    pub fn healthz(&self) -> Response<String> {
+        let node = *self.node.borrow();
+        let health = proxy_health(&self.state.borrow(), Some(node), Timestamp::now(), Instant::now());
+        let code = if health.healthy && node.eligible() { 200 } else { 503 };
+        self.metrics.answered_healthz(code);
+        json(code, &health)
+    }
+
+    /// `/livez`.
+    #[must_use]
+    pub fn livez(&self) -> Response<String> {
+        let health = proxy_health(&self.state.borrow(), None, Timestamp::now(), Instant::now());
+        let code = if health.healthy { 200 } else { 503 };
+        self.metrics.answered_livez(code);
+        json(code, &health)
+    }
+
+    /// `/readyz`.
+    #[must_use]
+    pub fn readyz(&self) -> Response<String> {
+        let (ready, why) = self.ready();
+        reply(if ready { 200 } else { 503 }, TEXT, format!("{why}\n"))
+    }
+
+    /// `/live` on the admin socket: whether the sync loop turns, however well it does.
+    #[must_use]
+    pub fn live(&self) -> Response<String> {
+        if self.pulse.alive() {
+            reply(200, TEXT, "alive\n".to_owned())
+        } else {
+            reply(503, TEXT, "the sync loop hangs\n".to_owned())
+        }
+    }
+
+    /// `/metrics`.
+    #[must_use]
+    pub fn metrics(&self) -> Response<String> {
+        let (ready, _) = self.ready();
+        let state = self.state.borrow().clone();
+        let watches = self.watches.borrow().clone();
+        let text = self.metrics.render(&state, &watches, ready, Instant::now());
+        reply(200, prometheus_client::encoding::prometheus_text::CONTENT_TYPE, text)
+    }
+
+    /// `/proxyMode`, as kube-proxy answers it.
+    #[must_use]
+    pub fn proxy_mode(&self) -> Response<String> {
+        let mode = self.state.borrow().mode;
+        mode.map_or_else(
+            || reply(503, TEXT, "no mode is in force yet\n".to_owned()),
+            |mode| reply(200, TEXT, mode.to_string()),
+        )
+    }
+
+    /// `/configz`: the configuration in force.
+    #[must_use]
+    pub fn configz(&self) -> Response<String> {
+        match self.state.borrow().config.in_force.as_deref() {
+            Some(config) => json(200, &BTreeMap::from([("agent.pointsman.dev", config)])),
+            None => reply(503, TEXT, "no configuration is in force yet\n".to_owned()),
+        }
+    }
+
+    /// The routes of the health port.
+    #[must_use]
+    pub fn health_routes(&self) -> BoxedFilter<(Response<String>,)> {
+        let (healthz, livez, readyz) = (self.clone(), self.clone(), self.clone());
+        let routes = warp::path!("healthz")
+            .map(move || healthz.healthz())
+            .or(warp::path!("livez").map(move || livez.livez()))
+            .unify()
+            .or(warp::path!("readyz").map(move || readyz.readyz()))
+            .unify();
+        warp::get().and(routes).boxed()
+    }
+
+    /// The routes of the metrics port.
+    #[must_use]
+    pub fn metrics_routes(&self) -> BoxedFilter<(Response<String>,)> {
+        let (metrics, mode, config) = (self.clone(), self.clone(), self.clone());
+        let routes = warp::path!("metrics")
+            .map(move || metrics.metrics())
+            .or(warp::path!("proxyMode").map(move || mode.proxy_mode()))
+            .unify()
+            .or(warp::path!("configz").map(move || config.configz()))
+            .unify()
+            .or(warp::path!("healthz").map(|| reply(200, TEXT, "ok".to_owned())))
+            .unify();
+        warp::get().and(routes).boxed()
+    }
+}
+
+/// An answer.
+#[must_use]
+pub fn reply(code: u16, content_type: &'static str, body: String) -> Response<String> {
+    let mut response = Response::new(body);
+    *response.status_mut() =
+        http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
+    let headers = response.headers_mut();
+    headers.insert(http::header::CONTENT_TYPE, http::HeaderValue::from_static(content_type));
+    headers.insert(http::header::X_CONTENT_TYPE_OPTIONS, http::HeaderValue::from_static("nosniff"));
+    response
+}
+
+/// An answer in JSON.
+#[must_use]
+pub fn json(code: u16, body: &impl Serialize) -> Response<String> {
+    match serde_json::to_string(body) {
+        Ok(text) => reply(code, JSON, text),
+        Err(error) => reply(500, TEXT, error.to_string()),
+    }
+}
+
+/// Where the health port is to listen: on every address of the node.
+#[must_use]
+pub fn health_address(config: &NodeProxyConfiguration) -> Option<SocketAddr> {
+    (config.healthz_port != 0).then(|| (Ipv6Addr::UNSPECIFIED, config.healthz_port).into())
+}
+
+/// Where the metrics port is to listen.
+#[must_use]
+pub fn metrics_address(config: &NodeProxyConfiguration) -> Option<SocketAddr> {
+    (config.metrics_port != 0).then(|| (config.metrics_bind_address, config.metrics_port).into())
+}
+
+/// A port that follows the configuration.
+pub struct Listener {
+    /// Its name in metrics and messages.
+    pub name: &'static str,
+    /// Where the configuration puts it.
+    pub address: fn(&NodeProxyConfiguration) -> Option<SocketAddr>,
+    /// What it answers.
+    pub routes: BoxedFilter<(Response<String>,)>,
+    /// The configuration.
+    pub state: watch::Receiver<SyncState>,
+    /// Where to report.
+    pub report: watch::Sender<Listeners>,
+    /// Where to count.
+    pub metrics: Arc<Metrics>,
+}
+
+impl Listener {
+    /// Serves until the sync loop is gone.
+    pub async fn run(mut self) {
+        loop {
+            let wanted = self.wanted();
+            let Some(address) = wanted else {
+                self.tell(None);
+                if !moved(&mut self.state, self.address, None).await {
+                    return;
+                }
+                continue;
+            };
+            match bind(address).await {
+                Ok(socket) => {
+                    info!(listener = self.name, %address, "listening");
+                    self.metrics.listening(self.name, true);
+                    self.tell(None);
+                    if !self.serve(socket, wanted).await {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    self.metrics.listening(self.name, false);
+                    self.tell(Some(format!(
+                        "{address} cannot be listened on ({error}); stop what uses the port, or set another one"
+                    )));
+                    tokio::select! {
+                        () = sleep(RETRY) => {}
+                        alive = moved(&mut self.state, self.address, wanted) => if !alive { return },
+                    }
+                }
+            }
+        }
+    }
+
+    fn wanted(&mut self) -> Option<SocketAddr> {
+        self.state.borrow_and_update().config.in_force.as_deref().and_then(self.address)
+    }
+
+    /// Serves until the address changes. Returns whether there is still somebody to change it.
+    async fn serve(&mut self, socket: TcpListener, wanted: Option<SocketAddr>) -> bool {
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let server = warp::serve(self.routes.clone()).incoming(socket).graceful(async move {
+            let _ = stopped.await;
+        });
+        let mut server = std::pin::pin!(server.run());
+        let alive = tokio::select! {
+            () = &mut server => return true,
+            alive = moved(&mut self.state, self.address, wanted) => alive,
+        };
+        drop(stop);
+        if alive {
+            // A client that keeps its connection open must not hold back the new port.
+            let _ = tokio::time::timeout(GRACE, server).await;
+        }
+        alive
+    }
+
+    fn tell(&self, problem: Option<String>) {
+        self.report.send_if_modified(|all| {
+            if all.get(self.name) == Some(&problem) {
+                return false;
+            }
+            if let Some(problem) = &problem {
+                warn!(listener = self.name, "{problem}");
+            }
+            all.insert(self.name, problem);
+            true
+        });
+    }
+}
+
+/// Waits until the configuration puts the listener elsewhere. False if there is nobody left who could.
+async fn moved(
+    state: &mut watch::Receiver<SyncState>,
+    address: fn(&NodeProxyConfiguration) -> Option<SocketAddr>,
+    from: Option<SocketAddr>,
+) -> bool {
+    state.wait_for(|state| state.config.in_force.as_deref().and_then(address) != from).await.is_ok()
+}
+
+/// Listens; on IPv4 only where the node has no IPv6.
+async fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
+    match TcpListener::bind(address).await {
+        Err(error)
+            if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED)
+                && error.kind() != std::io::ErrorKind::AddrInUse =>
+        {
+            TcpListener::bind((std::net::Ipv4Addr::UNSPECIFIED, address.port())).await
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+#[path = "http_tests.rs"]
+mod tests;

@@ -1,0 +1,202 @@
+//! The agent, put together.
+//!
+//! In: where the API server is, which node this is, and where state is kept. Out: a running agent, until it is told to stop. It
+//! leaves all rules where they are.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::jiff::Timestamp;
+use thiserror::Error;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tracing::{error, info, warn};
+
+use crate::admin;
+use crate::client::{Access, ClientError};
+use crate::config::checkpoint::Checkpoint;
+use crate::events::Events;
+use crate::health::Pulse;
+use crate::http::{Listener, Listeners, View, health_address, metrics_address};
+use crate::logging::Level;
+use crate::metrics::Metrics;
+use crate::model::Change;
+use crate::state::{NodeEligibility, SyncState, Watches};
+use crate::status::build::Identity;
+use crate::status::writer::Writer;
+use crate::sync::{self, Engine, Input, Outside};
+use crate::watch::{Watching, addresses};
+
+/// A write that is under way when the agent is stopped gets this long. The kubelet waits for ten seconds.
+const LAST_WRITE: Duration = Duration::from_secs(5);
+const TOOL_TIMEOUT: Duration = Duration::from_secs(5);
+const RETRY: Duration = Duration::from_secs(5);
+
+/// What the agent is started with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The node's name in the cluster.
+    pub node: String,
+    /// How to reach the API server.
+    pub access: Access,
+    /// Namespace of the node ConfigMaps.
+    pub config_namespace: String,
+    /// Survives restarts of the pod.
+    pub state_directory: PathBuf,
+    /// Holds the admin socket.
+    pub run_directory: PathBuf,
+}
+
+/// Why the agent does not run.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// No client.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// No signals.
+    #[error("signals cannot be received: {0}")]
+    Signals(std::io::Error),
+    /// The sync loop has ended, which it never should.
+    #[error(
+        "the sync loop has ended unexpectedly ({0}); the rules stay; the kubelet will start the agent again"
+    )]
+    Ended(String),
+}
+
+/// Runs until SIGTERM or SIGINT.
+pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
+    let mut terminate = signal(SignalKind::terminate()).map_err(RunError::Signals)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(RunError::Signals)?;
+    info!(version = env!("CARGO_PKG_VERSION"), node = options.node, "pointsman-agent starts");
+    let client = options.access.client().await?;
+
+    let checkpoint = Checkpoint::new(&options.state_directory);
+    let kept = checkpoint.load().unwrap_or_else(|error| {
+        warn!("starting without the configuration of the last run: {error}");
+        None
+    });
+    let state = watch::Sender::new(SyncState::new(Timestamp::now()));
+    let watches = watch::Sender::new(Watches::default());
+    let eligibility = watch::Sender::new(NodeEligibility::default());
+    let listeners = watch::Sender::new(Listeners::new());
+    let metrics = Arc::new(Metrics::default());
+    let pulse = Arc::new(Pulse::default());
+    let identity = Arc::new(identity().await);
+    let (inputs, queue) = mpsc::channel(sync::QUEUE);
+
+    // Before anything is planned, so that the first plan knows the node's addresses.
+    let own = addresses::read().unwrap_or_else(|error| {
+        warn!("the node's addresses cannot be read: {error}; trying again while running");
+        std::collections::BTreeSet::new()
+    });
+    let _ = inputs.send(Input::Change(Change::LocalAddresses(own.iter().copied().collect()))).await;
+
+    let outside = Outside {
+        state: state.clone(),
+        metrics: Arc::clone(&metrics),
+        pulse: Arc::clone(&pulse),
+        checkpoint: Some(checkpoint),
+    };
+    let (stop, stopped) = oneshot::channel();
+    let engine = Engine::new(sync::node::Node, outside, kept);
+    let mut engine = tokio::spawn(engine.run(queue, stopped));
+
+    let mut tasks = JoinSet::new();
+    tasks.spawn(addresses::follow(own, inputs.clone()));
+    tasks.spawn(level.follow(state.subscribe()));
+    let watching = Watching {
+        client: client.clone(),
+        node: options.node.clone(),
+        config_namespace: options.config_namespace,
+        inputs,
+        watches: watches.clone(),
+        eligibility: eligibility.clone(),
+        state: state.subscribe(),
+    };
+    watching.start(&mut tasks);
+    let writer = Writer::new(
+        client.clone(),
+        &options.node,
+        (*identity).clone(),
+        state.subscribe(),
+        watches.subscribe(),
+        Events::start(client, &options.node),
+    );
+    tasks.spawn(writer.run());
+    let view = View {
+        state: state.subscribe(),
+        watches: watches.subscribe(),
+        node: eligibility.subscribe(),
+        identity,
+        pulse,
+        metrics: Arc::clone(&metrics),
+        listeners: listeners.subscribe(),
+    };
+    for (name, address, routes) in [
+        ("healthz", health_address as fn(&_) -> _, view.health_routes()),
+        ("metrics", metrics_address as fn(&_) -> _, view.metrics_routes()),
+    ] {
+        let listener = Listener {
+            name,
+            address,
+            routes,
+            state: state.subscribe(),
+            report: listeners.clone(),
+            metrics: Arc::clone(&metrics),
+        };
+        tasks.spawn(listener.run());
+    }
+    tasks.spawn(serve_admin(options.run_directory, view));
+
+    tokio::select! {
+        _ = terminate.recv() => info!("SIGTERM: stopping; all rules stay"),
+        _ = interrupt.recv() => info!("SIGINT: stopping; all rules stay"),
+        ended = &mut engine => {
+            return Err(RunError::Ended(ended.err().map_or_else(String::new, |error| error.to_string())));
+        }
+    }
+    // First what feeds and reports, then the loop, which may be in the middle of a write.
+    tasks.abort_all();
+    let _ = stop.send(());
+    if timeout(LAST_WRITE, engine).await.is_err() {
+        warn!(
+            "a write to the kernel was still under way after {} s and is left to itself",
+            LAST_WRITE.as_secs()
+        );
+    }
+    Ok(())
+}
+
+/// The probes depend on the socket, so it is tried until it is there.
+async fn serve_admin(directory: PathBuf, view: View) {
+    loop {
+        if let Err(problem) = admin::serve(&directory, &view).await {
+            error!("{problem}");
+        }
+        sleep(RETRY).await;
+    }
+}
+
+async fn identity() -> Identity {
+    let kernel_version = std::fs::read_to_string(Path::new("/proc/sys/kernel/osrelease"))
+        .ok()
+        .map(|text| text.trim().to_owned());
+    Identity {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        kernel_version,
+        nft_version: nft_version().await,
+        supported_modes: sync::node::MODES.to_vec(),
+    }
+}
+
+/// `nft --version` says `nftables v1.0.6 (Lester Gooch #5)`.
+async fn nft_version() -> Option<String> {
+    let output =
+        tokio::process::Command::new("nft").arg("--version").stdin(Stdio::null()).kill_on_drop(true).output();
+    let output = timeout(TOOL_TIMEOUT, output).await.ok()?.ok()?;
+    String::from_utf8_lossy(&output.stdout).split_whitespace().nth(1).map(str::to_owned)
+}

@@ -1,0 +1,92 @@
+//! The sync loop: the one task that owns model, plan and data plane.
+//!
+//! In: [`Input`]s from the watches through a bounded queue, which slows the watches down when the kernel is slower than the
+//! cluster. Out: kernel state, and a [`SyncState`](crate::state::SyncState) after each step. It writes nothing before all required
+//! lists are in, pauses after each write, retries a failed one with backoff, reads back what it wrote when that was
+//! everything, and looks for foreign changes from time to time.
+//!
+//! [`Engine`] is written against [`Platform`] and [`Dataplane`], so that tests can make the kernel fail on cue;
+//! [`node::Node`] is the real one.
+
+mod engine;
+mod latency;
+pub mod node;
+mod schedule;
+mod write;
+
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::Mode;
+
+use crate::config::{Assessment, Rejection};
+use crate::kernel::{SyncError, Synced};
+use crate::model::{Change, NodeFacts};
+use crate::plan::{Changes, Plan};
+use crate::state::Source;
+
+pub use engine::{Engine, Outside};
+
+/// How many inputs wait at most before the watches have to.
+pub const QUEUE: usize = 1024;
+
+/// What the sync loop is told.
+#[derive(Debug)]
+pub enum Input {
+    /// Something happened in the cluster or on the node.
+    Change(Change),
+    /// The first list of a source is complete.
+    Listed(Source),
+    /// The node's ConfigMap was judged.
+    Config(Box<Assessment>),
+}
+
+/// What keeps the kernel equal to a plan.
+pub trait Dataplane: Send + 'static {
+    /// Makes the kernel equal to `plan`; `changes` is what changed since the last success. After a failure, or after
+    /// [`Dataplane::verify`] found a difference, it repairs everything.
+    fn sync(
+        &mut self,
+        plan: &Plan,
+        changes: &Changes,
+    ) -> impl Future<Output = (Synced, Vec<SyncError>)> + Send;
+
+    /// Reads the kernel and says where it differs from `plan`.
+    fn verify(&mut self, plan: &Plan) -> impl Future<Output = Result<Vec<String>, SyncError>> + Send;
+
+    /// Finds out cheaply whether the kernel could be written now, without changing anything.
+    fn probe(&mut self) -> impl Future<Output = Result<(), SyncError>> + Send;
+}
+
+/// A node that can be programmed.
+pub trait Platform: Send + 'static {
+    /// What it is programmed with.
+    type Dataplane: Dataplane;
+
+    /// Finds the first mode of the configuration that this node can run, and the families it has.
+    fn open(
+        &mut self,
+        config: &NodeProxyConfiguration,
+        node: &NodeFacts,
+    ) -> impl Future<Output = Result<Opened<Self::Dataplane>, Rejection>> + Send;
+
+    /// Removes what `old` has written and `new` has not, after `new` was read back.
+    fn retire(&mut self, old: Self::Dataplane, new: &Self::Dataplane) -> impl Future<Output = ()> + Send;
+}
+
+/// What [`Platform::open`] found.
+#[derive(Debug)]
+pub struct Opened<D> {
+    /// Writes the kernel.
+    pub dataplane: D,
+    /// The mode it runs in.
+    pub mode: Mode,
+    /// Why it is not the mode of first choice.
+    pub fallback: Option<String>,
+    /// The families to serve, primary first.
+    pub families: Vec<IpFamily>,
+    /// Version and flavour of the iptables tools.
+    pub iptables_version: Option<String>,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,396 @@
+//! The loop itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+use tracing::{error, info, warn};
+
+use super::latency::Latency;
+use super::schedule::Schedule;
+use super::{Input, Opened, Platform};
+use crate::config::checkpoint::Checkpoint;
+use crate::config::{Assessment, Candidate};
+use crate::health::Pulse;
+use crate::metrics::{Changed, Metrics};
+use crate::model::{Change, Dirty, Model, NodeFacts, family_of};
+use crate::plan::{Changes, Plan};
+use crate::state::{Compatibility, Source, SyncState};
+
+/// A node that cannot run its configuration is asked again after this: tools may be installed, modules loaded.
+const REOPEN: Duration = Duration::from_secs(30);
+/// How many inputs are taken in between two looks at the clock.
+const BATCH: usize = 256;
+
+/// What the loop shows to the outside.
+#[derive(Clone)]
+pub struct Outside {
+    /// Where the snapshot goes.
+    pub state: watch::Sender<SyncState>,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+    /// Shows that the loop turns.
+    pub pulse: Arc<Pulse>,
+    /// Where the configuration in force is kept for the next start.
+    pub checkpoint: Option<Checkpoint>,
+}
+
+/// What decides how a node is opened. When it changes, the node is opened again.
+#[derive(Clone, Debug, PartialEq)]
+struct Setup {
+    mode: Mode,
+    fallback_modes: Vec<Mode>,
+    policy: IpFamilyPolicy,
+    backend: IptablesBackend,
+    families: Vec<IpFamily>,
+}
+
+impl Setup {
+    fn of(config: &NodeProxyConfiguration, node: &NodeFacts) -> Self {
+        let mut families = Vec::new();
+        for family in node.addresses.iter().map(|address| family_of(*address)) {
+            if !families.contains(&family) {
+                families.push(family);
+            }
+        }
+        Self {
+            mode: config.mode,
+            fallback_modes: config.fallback_modes.clone(),
+            policy: config.ip_family_policy,
+            backend: config.iptables.backend,
+            families,
+        }
+    }
+}
+
+/// What is being programmed.
+pub(super) struct Running<D> {
+    setup: Setup,
+    compatibility: Compatibility,
+    /// The configuration that the plan follows. Not the assigned one, if this node cannot run that.
+    pub(super) candidate: Candidate,
+    pub(super) dataplane: D,
+    pub(super) plan: Plan,
+    /// Written by an earlier set-up, removed when this one has been read back.
+    pub(super) retiring: Vec<D>,
+}
+
+/// The sync loop.
+pub struct Engine<P: Platform> {
+    pub(super) platform: P,
+    pub(super) outside: Outside,
+    pub(super) state: SyncState,
+    model: Model,
+    pub(super) schedule: Schedule,
+    pub(super) latency: Latency,
+    pub(super) running: Option<Running<P::Dataplane>>,
+    /// The configuration to have in the kernel.
+    target: Option<Candidate>,
+    /// Changes of the plan that the kernel does not hold yet.
+    pub(super) pending: Changes,
+    /// Whether the plan has been made from the complete lists.
+    planned: bool,
+    /// Whether something must be written although no change is pending.
+    pub(super) must_write: bool,
+    /// When to ask again whether the node can run its configuration.
+    reopen: Option<Instant>,
+}
+
+impl<P: Platform> Engine<P> {
+    /// A loop that has heard nothing yet. `checkpoint` is the configuration that was in force when the agent last ran.
+    pub fn new(platform: P, outside: Outside, checkpoint: Option<Candidate>) -> Self {
+        let state = outside.state.borrow().clone();
+        let mut engine = Self {
+            platform,
+            outside,
+            latency: Latency::new(state.started),
+            state,
+            model: Model::new(),
+            schedule: Schedule::default(),
+            running: None,
+            target: None,
+            pending: Changes::default(),
+            planned: false,
+            must_write: false,
+            reopen: None,
+        };
+        if let Some(candidate) = checkpoint {
+            info!(revision = candidate.revision, "starting with the configuration on this node's disk");
+            engine.state.config.last_known_good = Some(candidate.revision.clone());
+            engine.listed(Source::NodeConfig);
+            engine.aim(candidate);
+        }
+        engine
+    }
+
+    /// Runs until `stop` or until nobody can tell it anything any more. Leaves the kernel as it is.
+    pub async fn run(mut self, mut inputs: mpsc::Receiver<Input>, mut stop: oneshot::Receiver<()>) {
+        let mut batch = Vec::with_capacity(BATCH);
+        loop {
+            self.publish();
+            self.outside.pulse.beat(false);
+            let wake = self.due().min(Instant::now() + Pulse::INTERVAL);
+            tokio::select! {
+                // Stopping comes first, then what is overdue; otherwise a busy cluster would keep the kernel waiting.
+                biased;
+                _ = &mut stop => return,
+                () = sleep_until(wake) => self.turn().await,
+                received = inputs.recv_many(&mut batch, BATCH) => {
+                    if received == 0 {
+                        return;
+                    }
+                    for input in batch.drain(..) {
+                        self.take(input);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The moment at which there is something to do.
+    fn due(&self) -> Instant {
+        let far = Instant::now() + Pulse::INTERVAL;
+        if !self.complete() {
+            return far;
+        }
+        let open = match &self.running {
+            _ if self.wants_open() => Some(self.reopen.unwrap_or_else(Instant::now)),
+            _ => None,
+        };
+        let write = self.planned.then(|| self.schedule.write(self.wants_write())).flatten();
+        let (probe, look) = if self.planned && !self.wants_write() {
+            (self.schedule.probe(), self.schedule.look())
+        } else {
+            (None, None)
+        };
+        [open, write, probe, look].into_iter().flatten().min().unwrap_or(far)
+    }
+
+    /// Does what is due.
+    async fn turn(&mut self) {
+        if !self.complete() {
+            return;
+        }
+        let now = Instant::now();
+        if self.wants_open() && self.reopen.is_none_or(|at| at <= now) {
+            self.open().await;
+            self.publish();
+        }
+        if !self.planned {
+            return;
+        }
+        if self.schedule.write(self.wants_write()).is_some_and(|at| at <= now) {
+            self.write().await;
+        } else if self.wants_write() {
+            // The write comes first, and is the better probe.
+        } else if self.schedule.look().is_some_and(|at| at <= now) {
+            self.look().await;
+        } else if self.schedule.probe().is_some_and(|at| at <= now) {
+            self.probe().await;
+        }
+    }
+
+    /// Whether all lists are in. Nothing is written before.
+    fn complete(&self) -> bool {
+        self.state.waiting.is_empty() && self.target.is_some()
+    }
+
+    fn wants_open(&self) -> bool {
+        let Some(target) = &self.target else { return false };
+        let setup = Setup::of(&target.config, self.model.node());
+        let running = self.running.as_ref().map(|running| &running.setup);
+        running != Some(&setup) || self.reopen.is_some()
+    }
+
+    fn wants_write(&self) -> bool {
+        self.must_write || !self.pending.is_empty()
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Change(change) => self.change(change),
+            Input::Listed(source) => self.listed(source),
+            Input::Config(assessment) => self.judged(*assessment),
+        }
+    }
+
+    fn listed(&mut self, source: Source) {
+        self.state.waiting.retain(|waiting| *waiting != source);
+    }
+
+    fn change(&mut self, change: Change) {
+        let kind = match &change {
+            Change::ServiceApplied(_) | Change::ServiceDeleted(_) => Some(Changed::Service),
+            Change::SliceApplied(_) | Change::SliceDeleted(_) => Some(Changed::Endpoints),
+            Change::Node(_) | Change::ServiceCidrs(_) | Change::LocalAddresses(_) => None,
+        };
+        let dirty = self.model.apply(change);
+        for skipped in &dirty.skipped {
+            warn!(object = skipped.object, "skipped: {}", skipped.reason);
+        }
+        self.state.skipped += dirty.skipped.len() as u64;
+        if dirty.is_empty() {
+            return;
+        }
+        if let Some(running) = self.running.as_mut().filter(|_| self.planned) {
+            let changes = running.plan.update(&self.model, dirty);
+            self.queue(changes, kind);
+        }
+    }
+
+    /// Notes what the kernel does not hold yet.
+    fn queue(&mut self, changes: Changes, kind: Option<Changed>) {
+        if changes.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for family in self.state.families.values_mut() {
+            family.oldest_queued.get_or_insert(now);
+        }
+        self.outside.metrics.queued(&self.state.family_order, kind);
+        self.pending.merge(changes);
+        self.count();
+    }
+
+    fn count(&mut self) {
+        if let Some(running) = &self.running {
+            self.state.services = running.plan.services();
+            self.state.endpoints = running.plan.endpoints();
+        }
+    }
+
+    /// The node's ConfigMap was judged.
+    fn judged(&mut self, assessment: Assessment) {
+        let config = &mut self.state.config;
+        config.assigned.clone_from(&assessment.assigned);
+        config.tampering = assessment.tampering;
+        config.assigned_hash = None;
+        self.reopen = None;
+        match assessment.outcome {
+            Ok(candidate) => {
+                config.assigned_hash = Some(candidate.hash.clone());
+                config.rejected = None;
+                if self.target.as_ref() != Some(&candidate) {
+                    info!(
+                        revision = candidate.revision,
+                        hash = candidate.hash,
+                        "a configuration is assigned"
+                    );
+                    self.aim(candidate);
+                }
+            }
+            Err(rejection) => {
+                warn!(
+                    revision = assessment.assigned.as_deref().unwrap_or("none"),
+                    reason = rejection.reason,
+                    in_force = config.active.as_deref().unwrap_or("nothing"),
+                    "the assigned configuration is refused and the one in force kept: {}",
+                    rejection.message
+                );
+                config.rejected = Some((assessment.assigned, rejection));
+            }
+        }
+    }
+
+    /// Makes `candidate` what the kernel is to hold.
+    fn aim(&mut self, candidate: Candidate) {
+        self.target = Some(candidate);
+        self.configure();
+    }
+
+    /// Lets the plan follow the target, if it runs in the set-up that the target needs. Otherwise [`Self::open`] will.
+    fn configure(&mut self) {
+        let Some(target) = &self.target else { return };
+        let setup = Setup::of(&target.config, self.model.node());
+        let Some(running) = self.running.as_mut().filter(|running| running.setup == setup) else { return };
+        self.schedule.configure(&target.config);
+        self.state.config.in_force = Some(Arc::new(target.config.clone()));
+        self.state.compatibility = running.compatibility.clone();
+        running.candidate = target.clone();
+        let changes = running.plan.configure(target.config.clone(), &self.model);
+        // Also without a change in the plan: only what has been read back is active.
+        self.must_write = true;
+        self.queue(changes, None);
+    }
+
+    /// Opens the node as the target wants it. What runs goes on running until then, and if it cannot be.
+    async fn open(&mut self) {
+        let Some(target) = self.target.clone() else { return };
+        let setup = Setup::of(&target.config, self.model.node());
+        match self.platform.open(&target.config, self.model.node()).await {
+            Ok(opened) => {
+                self.reopen = None;
+                self.start(opened, setup, &target);
+            }
+            Err(rejection) => {
+                if self.state.compatibility != Compatibility::Incompatible(rejection.clone()) {
+                    error!(
+                        revision = target.revision,
+                        reason = rejection.reason,
+                        "this node cannot run its configuration: {}",
+                        rejection.message
+                    );
+                }
+                self.state.compatibility = Compatibility::Incompatible(rejection.clone());
+                self.state.config.rejected = Some((Some(target.revision), rejection));
+                self.reopen = Some(Instant::now() + REOPEN);
+            }
+        }
+    }
+
+    fn start(&mut self, opened: Opened<P::Dataplane>, setup: Setup, target: &Candidate) {
+        info!(mode = %opened.mode, families = ?opened.families, "programming this node");
+        let compatibility = opened.fallback.map_or(Compatibility::Supported, Compatibility::Fallback);
+        self.state.compatibility = compatibility.clone();
+        if self
+            .state
+            .config
+            .rejected
+            .as_ref()
+            .is_some_and(|(revision, _)| *revision == Some(target.revision.clone()))
+        {
+            self.state.config.rejected = None;
+        }
+        self.state.mode = Some(opened.mode);
+        self.state.family_order.clone_from(&opened.families);
+        self.state.iptables_version = opened.iptables_version;
+        self.state.families = opened
+            .families
+            .iter()
+            .map(|family| (*family, self.state.families.remove(family).unwrap_or_default()))
+            .collect();
+        self.state.verified = false;
+        self.state.config.in_force = Some(Arc::new(target.config.clone()));
+        self.schedule.configure(&target.config);
+
+        let mut plan = Plan::new(target.config.clone(), &opened.families);
+        let everything = Dirty { everything: true, ..Dirty::default() };
+        let changes = plan.update(&self.model, everything);
+        let mut retiring = Vec::new();
+        if let Some(before) = self.running.take() {
+            retiring = before.retiring;
+            retiring.push(before.dataplane);
+        }
+        self.running = Some(Running {
+            setup,
+            compatibility,
+            candidate: target.clone(),
+            dataplane: opened.dataplane,
+            plan,
+            retiring,
+        });
+        self.pending = Changes::default();
+        self.planned = true;
+        self.must_write = true;
+        self.queue(changes, None);
+        self.count();
+    }
+
+    fn publish(&self) {
+        self.outside.state.send_replace(self.state.clone());
+    }
+}

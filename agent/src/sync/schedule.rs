@@ -1,0 +1,114 @@
+//! When the sync loop does what.
+//!
+//! In: what happened when. Out: the moment of the next write, retry, probe and look for foreign changes. The pause between
+//! writes counts from the end of the last one, so that a slow kernel gets rest too.
+
+use std::time::Duration;
+
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::settings::DriftPolicy;
+use tokio::time::Instant;
+
+/// The first retry after a failure comes this soon.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+/// Never probe more often than this. With the longest wait for a lock and the pace of the status, a kernel that cannot be written shows
+/// within 15 s.
+const LEAST_PROBE: Duration = Duration::from_secs(5);
+/// A probe may take a hundredth of the time.
+const PROBE_SHARE: u32 = 100;
+
+/// The sync loop's clock.
+#[derive(Debug)]
+pub struct Schedule {
+    period: Duration,
+    pause: Duration,
+    drift: Option<Duration>,
+    last_write: Option<Instant>,
+    failures: u32,
+    retry: Option<Instant>,
+    next_probe: Option<Instant>,
+    next_look: Option<Instant>,
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self {
+            period: Duration::from_secs(30),
+            pause: Duration::from_secs(1),
+            drift: None,
+            last_write: None,
+            failures: 0,
+            retry: None,
+            next_probe: None,
+            next_look: None,
+        }
+    }
+}
+
+impl Schedule {
+    /// Takes over the configured times.
+    pub fn configure(&mut self, config: &NodeProxyConfiguration) {
+        self.period = Duration::from_secs(u64::from(config.sync.period_seconds));
+        self.pause = Duration::from_millis(u64::from(config.sync.min_period_milliseconds));
+        let interval = Duration::from_secs(u64::try_from(config.drift.interval_seconds).unwrap_or(60));
+        self.drift = (config.drift.policy != DriftPolicy::Off).then_some(interval);
+        self.next_look = match (self.drift, self.next_look) {
+            (Some(interval), Some(look)) => Some(look.min(Instant::now() + interval)),
+            (Some(interval), None) if self.last_write.is_some() => Some(Instant::now() + interval),
+            _ => None,
+        };
+    }
+
+    /// When to write, if there is something to write.
+    pub fn write(&self, pending: bool) -> Option<Instant> {
+        match (self.retry, pending) {
+            (Some(retry), _) => Some(retry),
+            (None, true) => Some(self.last_write.map_or_else(Instant::now, |end| end + self.pause)),
+            (None, false) => None,
+        }
+    }
+
+    /// When to probe whether the kernel can be written.
+    pub fn probe(&self) -> Option<Instant> {
+        self.next_probe.filter(|_| self.retry.is_none())
+    }
+
+    /// When to look for foreign changes.
+    pub fn look(&self) -> Option<Instant> {
+        self.next_look.filter(|_| self.retry.is_none())
+    }
+
+    /// A write has succeeded. It was a probe, too.
+    pub fn succeeded(&mut self) {
+        let now = Instant::now();
+        self.last_write = Some(now);
+        self.failures = 0;
+        self.retry = None;
+        self.next_probe = Some(now + self.period.min(LEAST_PROBE));
+        if self.next_look.is_none() {
+            self.next_look = self.drift.map(|interval| now + interval);
+        }
+    }
+
+    /// A write, a probe or a look has failed. `jitter` in 0..1 spreads the retry over ±20 %.
+    pub fn failed(&mut self, jitter: f64) {
+        let now = Instant::now();
+        self.last_write = Some(now);
+        let doubled = FIRST_RETRY * 2_u32.pow(self.failures.min(12));
+        // Sooner than a period, whatever the jitter says.
+        let wait = doubled.mul_f64(0.8 + 0.4 * jitter.clamp(0.0, 1.0)).min(self.period);
+        self.failures = self.failures.saturating_add(1);
+        self.retry = Some(now + wait);
+    }
+
+    /// A probe has succeeded and took so long.
+    pub fn probed(&mut self, took: Duration) {
+        self.next_probe =
+            Some(Instant::now() + (took * PROBE_SHARE).clamp(LEAST_PROBE, self.period.max(LEAST_PROBE)));
+    }
+
+    /// The kernel was read back.
+    pub fn looked(&mut self) {
+        self.next_look = self.drift.map(|interval| Instant::now() + interval);
+    }
+}

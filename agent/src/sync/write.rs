@@ -1,0 +1,216 @@
+//! What the loop does to the kernel, and what it makes of the outcome.
+
+use std::time::Duration;
+
+use k8s_openapi::jiff::Timestamp;
+use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::DriftPolicy;
+use tokio::time::Instant;
+use tracing::{debug, error, info, warn};
+
+use super::engine::Engine;
+use super::{Dataplane, Platform};
+use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::plan::Changes;
+use crate::random;
+
+/// Enough of the differences to know where to look.
+const SHOWN_DIFFERENCES: usize = 5;
+
+impl<P: Platform> Engine<P> {
+    /// Writes what is pending.
+    pub(super) async fn write(&mut self) {
+        let Some(running) = self.running.as_mut() else { return };
+        let changes = std::mem::take(&mut self.pending);
+        self.outside.pulse.beat(true);
+        let begun = Instant::now();
+        let (synced, errors) = running.dataplane.sync(&running.plan, &changes).await;
+        let took = begun.elapsed();
+        self.state.last_duration_milliseconds = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        let families = running.plan.families().to_vec();
+        for family in families.iter().filter(|family| !errors.iter().any(|error| error.family == **family)) {
+            self.family_written(*family, &synced, took);
+        }
+        if !errors.is_empty() {
+            // Not consumed: a failed write may have reached the kernel in part.
+            self.pending = changes;
+            for error in errors {
+                self.fail(error, synced.full);
+            }
+            self.schedule.failed(random::fraction());
+            return;
+        }
+        debug!(?took, full = synced.full, rules = synced.total_rules(), "the kernel was written");
+        self.must_write = false;
+        self.state.rules = synced.total_rules();
+        self.outside.metrics.drained();
+        self.report_latency(changes, &families);
+        self.schedule.succeeded();
+        let aimed = self.running.as_ref().map(|running| &running.candidate.hash);
+        if synced.full {
+            self.state.last_full = Some(Timestamp::now());
+        }
+        if synced.full || !self.state.verified || aimed != self.state.config.active_hash.as_ref() {
+            self.read_back().await;
+        }
+    }
+
+    fn family_written(&mut self, family: IpFamily, synced: &Synced, took: Duration) {
+        let held = self.state.families.entry(family).or_default();
+        if held.consecutive_failures > 0 {
+            info!(?family, failures = held.consecutive_failures, "the kernel can be written again");
+        }
+        held.consecutive_failures = 0;
+        held.last_error = None;
+        held.oldest_queued = None;
+        held.last_updated = Some(Timestamp::now());
+        let took = synced.duration.get(&family).copied().unwrap_or(took);
+        self.outside.metrics.synced(family, synced, took);
+    }
+
+    fn fail(&mut self, error: SyncError, full: bool) {
+        self.outside.metrics.failed(error.family, error.failure, full);
+        let held = self.state.families.entry(error.family).or_default();
+        held.oldest_queued.get_or_insert_with(Instant::now);
+        held.consecutive_failures = held.consecutive_failures.saturating_add(1);
+        // Once per message: the same failure every few seconds tells nobody more.
+        if held.last_error.as_ref() != Some(&error) {
+            error!(family = ?error.family, reason = %error.failure, "the kernel was not written: {}", error.message);
+        }
+        held.last_error = Some(error);
+        self.state.verified = false;
+        self.must_write = true;
+    }
+
+    fn report_latency(&mut self, changes: Changes, families: &[IpFamily]) {
+        let now = Timestamp::now();
+        for (service, caused) in changes.triggered {
+            if let Some(took) = self.latency.record(service, caused.0, now) {
+                self.outside.metrics.programmed(families, took);
+            }
+        }
+        self.state.latency = self.latency.summary();
+    }
+
+    /// Reads back what was written, and calls the configuration active if it is there.
+    async fn read_back(&mut self) {
+        let Some(differences) = self.verify().await else { return };
+        if !differences.is_empty() {
+            let family = self.state.family_order.first().copied().unwrap_or(IpFamily::IPv4);
+            let message = format!(
+                "read back after writing, the kernel differs: {}; something else changes our chains at the same time",
+                show(&differences)
+            );
+            self.fail(SyncError { family, failure: SyncFailure::SyncFailed, message }, true);
+            self.schedule.failed(random::fraction());
+            return;
+        }
+        self.state.verified = true;
+        self.state.drift.differs = false;
+        self.state.drift.error = None;
+        self.activate().await;
+        self.retire().await;
+    }
+
+    /// Reads the kernel. A failure counts as a failed write: nobody knows what it holds.
+    async fn verify(&mut self) -> Option<Vec<String>> {
+        let running = self.running.as_mut()?;
+        self.outside.pulse.beat(true);
+        let verified = running.dataplane.verify(&running.plan).await;
+        self.schedule.looked();
+        match verified {
+            Ok(differences) => {
+                self.state.drift.last_check = Some(Timestamp::now());
+                Some(differences)
+            }
+            Err(error) => {
+                self.fail(error, true);
+                self.schedule.failed(random::fraction());
+                None
+            }
+        }
+    }
+
+    async fn activate(&mut self) {
+        let Some(target) = self.running.as_ref().map(|running| running.candidate.clone()) else { return };
+        let config = &mut self.state.config;
+        if config.active_hash.as_ref() == Some(&target.hash)
+            && config.active.as_ref() == Some(&target.revision)
+        {
+            return;
+        }
+        info!(revision = target.revision, "the kernel holds the configuration");
+        config.active = Some(target.revision.clone());
+        config.active_hash = Some(target.hash.clone());
+        config.last_known_good = Some(target.revision.clone());
+        if let Some(checkpoint) = self.outside.checkpoint.clone() {
+            let stored = tokio::task::spawn_blocking(move || checkpoint.store(&target)).await;
+            match stored {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => warn!("the configuration is not kept for the next start: {error}"),
+                Err(error) => warn!("the configuration is not kept for the next start: {error}"),
+            }
+        }
+    }
+
+    async fn retire(&mut self) {
+        let Some(running) = self.running.as_mut() else { return };
+        for old in std::mem::take(&mut running.retiring) {
+            self.platform.retire(old, &running.dataplane).await;
+        }
+    }
+
+    /// Looks for foreign changes, and repairs them if it may.
+    pub(super) async fn look(&mut self) {
+        let Some(differences) = self.verify().await else { return };
+        if differences.is_empty() {
+            self.state.drift.differs = false;
+            self.state.drift.error = None;
+            return;
+        }
+        let diff = show(&differences);
+        let known = self.state.drift.differs && self.state.drift.last_diff.as_ref() == Some(&diff);
+        let policy = self.running.as_ref().map(|running| running.plan.config().drift.policy);
+        if !known {
+            warn!(?policy, "others have changed our kernel state: {diff}");
+            self.state.drift.foreign_changes += 1;
+        }
+        self.state.drift.differs = true;
+        self.state.drift.last_diff = Some(diff);
+        if policy != Some(DriftPolicy::Repair) {
+            return;
+        }
+        self.must_write = true;
+        self.state.verified = false;
+        self.write().await;
+        if self.state.verified {
+            self.state.drift.repairs += 1;
+            info!("repaired");
+        } else {
+            self.state.drift.error = self.state.error().map(ToString::to_string);
+        }
+    }
+
+    /// Finds out whether the kernel could be written, while there is nothing to write.
+    pub(super) async fn probe(&mut self) {
+        let Some(running) = self.running.as_mut() else { return };
+        self.outside.pulse.beat(true);
+        let begun = Instant::now();
+        match running.dataplane.probe().await {
+            Ok(()) => self.schedule.probed(begun.elapsed()),
+            Err(error) => {
+                self.fail(error, false);
+                self.schedule.failed(random::fraction());
+            }
+        }
+    }
+}
+
+/// The first few differences in one line.
+fn show(differences: &[String]) -> String {
+    let shown = differences.iter().take(SHOWN_DIFFERENCES).cloned().collect::<Vec<_>>().join("; ");
+    match differences.len().saturating_sub(SHOWN_DIFFERENCES) {
+        0 => shown,
+        more => format!("{shown}; and {more} more"),
+    }
+}
