@@ -15,5 +15,8 @@ mod state;
 mod tools;
 mod tree;
 
+#[cfg(test)]
+mod tests;
+
 pub use dataplane::{Dataplane, cleanup};
 pub use tools::{Flavour, Options, Tools, ToolsError};
