@@ -3,6 +3,8 @@
 
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_push_string)]
 
+mod lifecycle;
 mod net;
+mod scale;
 mod services;
 mod world;

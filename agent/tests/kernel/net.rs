@@ -131,12 +131,20 @@ impl Lab {
 
     /// Runs something in a namespace.
     pub fn run<T: Send + 'static>(&self, name: &str, what: impl FnOnce() -> T + Send + 'static) -> T {
+        self.spawn(name, what).join().unwrap()
+    }
+
+    /// Starts something in a namespace.
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        name: &str,
+        what: impl FnOnce() -> T + Send + 'static,
+    ) -> std::thread::JoinHandle<T> {
         let path = format!("/run/netns/{}", self.namespace(name));
-        let thread = std::thread::spawn(move || {
+        std::thread::spawn(move || {
             setns(File::open(path).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
             what()
-        });
-        thread.join().unwrap()
+        })
     }
 
     /// Runs a command in the node's namespace.

@@ -1,0 +1,270 @@
+//! Adoption, live changes, failures, cleanup: traffic goes on meanwhile, and what is not ours stays.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use pointsman_agent::iptables::{Flavour, Options, Tools, cleanup};
+use pointsman_agent::kernel::SyncFailure;
+use pointsman_crds::settings::IptablesBackend;
+use serde_json::json;
+
+use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address, connect, ip};
+use crate::world::{World, block_on, config, options, tools};
+
+const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
+
+fn spec() -> serde_json::Value {
+    json!({
+        "type": "NodePort",
+        "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+        "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
+    })
+}
+
+fn cluster_ip() -> SocketAddr {
+    (ip("10.96.0.80"), 80).into()
+}
+
+fn loaded(lab: &Lab, flavour: Flavour) -> World {
+    let mut world = World::new(lab, flavour);
+    world.service("web", spec());
+    world.endpoints("web", &[POD_A, REMOTE]);
+    world
+}
+
+/// Connects all the time from several places; returns how many connections there were and which failed.
+struct Traffic {
+    stop: Arc<AtomicBool>,
+    threads: Vec<std::thread::JoinHandle<(usize, Vec<Answer>)>>,
+}
+
+impl Traffic {
+    fn start(lab: &Lab) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let node_port = |v6| SocketAddr::from((address(NODE, v6), 30080));
+        let flows = [
+            (CLIENT, node_port(false)),
+            (CLIENT, node_port(true)),
+            (NODE, cluster_ip()),
+            (POD_B, cluster_ip()),
+            (POD_B, (ip("fd00:10:96::50"), 80).into()),
+        ];
+        let threads = flows.map(|(from, to)| {
+            let stop = stop.clone();
+            lab.spawn(from, move || {
+                let (mut count, mut failed) = (0, Vec::new());
+                while !stop.load(Ordering::Relaxed) {
+                    let start = Instant::now();
+                    match connect(to) {
+                        Answer::From(..) if start.elapsed() < Duration::from_millis(900) => {}
+                        Answer::From(..) => failed.push(Answer::Nothing),
+                        other => failed.push(other),
+                    }
+                    count += 1;
+                    std::thread::park_timeout(Duration::from_millis(2));
+                }
+                (count, failed)
+            })
+        });
+        Self { stop, threads: threads.into() }
+    }
+
+    fn stop(self) -> (usize, Vec<Answer>) {
+        self.stop.store(true, Ordering::Relaxed);
+        let ends = self.threads.into_iter().map(|thread| thread.join().unwrap());
+        ends.fold((0, Vec::new()), |(count, mut all), (more, failed)| {
+            all.extend(failed);
+            (count + more, all)
+        })
+    }
+}
+
+#[test]
+fn a_new_mark_bit_loses_no_connection() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        // Only what the mark or an established connection lets through is forwarded.
+        lab.node(&format!("iptables-{flavour} -P FORWARD DROP; ip6tables-{flavour} -P FORWARD DROP"));
+        lab.node(&format!("iptables-{flavour} -A FORWARD -i podB -j ACCEPT; ip6tables-{flavour} -A FORWARD -i podB -j ACCEPT"));
+        let traffic = Traffic::start(&lab);
+        for bit in [15, 3, 14] {
+            let mut config = config();
+            config.masquerade.bit = bit;
+            world.configure(config);
+            assert!(!world.settle().full);
+            let saved = lab.node(&format!("iptables-{flavour}-save"));
+            let mark = format!("{:#x}/{:#x}", 1 << bit, 1 << bit);
+            assert_eq!(
+                saved.matches(&mark).count(),
+                3,
+                "one mark is set, masqueraded and let through: {saved}"
+            );
+        }
+        let (count, failed) = traffic.stop();
+        assert_eq!(failed, [], "of {count}");
+        assert!(count > 100, "{count}");
+    }
+}
+
+/// What kube-proxy would have written for the same cluster: the same chains, a flat list, canaries.
+fn as_kube_proxy(lab: &Lab, flavour: Flavour) {
+    for tool in ["iptables", "ip6tables"] {
+        let saved = lab.node(&format!("{tool}-{flavour}-save -t nat"));
+        let captures =
+            saved.lines().filter(|line| line.starts_with("-A KUBE-IP-") && line.contains(" -j KUBE-"));
+        let mut script = String::from(
+            "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-PROXY-CANARY - [0:0]\n:KUBE-SVC-STALE - [0:0]\n:KUBE-SEP-STALE - [0:0]\n:CNI-OTHER - [0:0]\n",
+        );
+        for line in saved.lines().filter(|line| line.starts_with(":KUBE-IP-")) {
+            script += &format!("{} - [0:0]\n", line.split(' ').next().unwrap());
+        }
+        for line in captures {
+            let (_, rule) = line[3..].split_once(' ').unwrap();
+            script += &format!("-A KUBE-SERVICES {rule}\n");
+        }
+        script += "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS\n";
+        script += "-A KUBE-SVC-STALE -j KUBE-SEP-STALE\n-A KUBE-SEP-STALE -j KUBE-MARK-MASQ\n-A CNI-OTHER -j KUBE-MARK-MASQ\n";
+        for line in saved.lines().filter(|line| line.starts_with(":KUBE-IP-")) {
+            script += &format!("-X {}\n", &line.split(' ').next().unwrap()[1..]);
+        }
+        script += "COMMIT\n*filter\n:KUBE-PROXY-CANARY - [0:0]\n:KUBE-FIREWALL - [0:0]\n-A INPUT -j KUBE-FIREWALL\nCOMMIT\n*mangle\n:KUBE-PROXY-CANARY - [0:0]\n:KUBE-KUBELET-CANARY - [0:0]\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n";
+        lab.node(&format!("{tool}-{flavour}-restore --noflush <<EOF\n{script}EOF\n"));
+    }
+}
+
+#[test]
+fn syn_9_rules_of_kube_proxy_are_adopted_without_a_gap() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        as_kube_proxy(&lab, flavour);
+        let mut successor = loaded(&lab, flavour);
+        assert!(!successor.differences().is_empty());
+        let traffic = Traffic::start(&lab);
+        let synced = successor.settle();
+        assert!(synced.full);
+        let (count, failed) = traffic.stop();
+        assert_eq!(failed, [], "of {count}");
+        let saved = lab.node(&format!("iptables-{flavour}-save"));
+        assert!(!saved.contains("STALE") && !saved.contains("KUBE-PROXY-CANARY"), "{saved}");
+        for other in ["CNI-OTHER", "KUBE-FIREWALL", "KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT"] {
+            assert!(saved.contains(other), "{other} in {saved}");
+        }
+        // A restart that finds everything in place writes nothing.
+        let mut again = loaded(&lab, flavour);
+        let synced = again.settle();
+        assert_eq!(synced.written.values().sum::<usize>(), 0);
+    }
+}
+
+#[test]
+fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let before = format!(
+            "iptables-{flavour} -t nat -N CNI-OTHER; iptables-{flavour} -t nat -A POSTROUTING -j CNI-OTHER;
+             iptables-{flavour} -N KUBE-FIREWALL; iptables-{flavour} -A INPUT -j KUBE-FIREWALL;
+             iptables-{flavour} -t mangle -N KUBE-KUBELET-CANARY; iptables-{flavour} -A FORWARD -s 192.0.2.1 -j ACCEPT"
+        );
+        lab.node(&before);
+        let save = |lab: &Lab| -> Vec<String> {
+            let text = lab.node(&format!("iptables-{flavour}-save; ip6tables-{flavour}-save"));
+            let lines = text.lines().filter(|line| {
+                line.starts_with('-') || line.starts_with(":KUBE") || line.starts_with(":CNI")
+            });
+            lines.map(|line| line.split(" [").next().unwrap().to_owned()).collect()
+        };
+        let foreign = save(&lab);
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        assert!(save(&lab).len() > foreign.len() + 40);
+        block_on(cleanup(&tools(&lab, flavour))).unwrap();
+        assert_eq!(save(&lab), foreign);
+        // Nothing to clean is no error.
+        block_on(cleanup(&tools(&lab, flavour))).unwrap();
+        // What was there is restored after a cleanup.
+        world.dataplane.distrust();
+        world.settle();
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    }
+}
+
+#[test]
+fn syn_8_a_failed_write_is_read_back_and_repaired() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        // Somebody flushes and deletes the whole nat table of IPv4.
+        lab.node(&format!("iptables-{flavour} -t nat -F; iptables-{flavour} -t nat -X"));
+        assert!(!world.differences().is_empty());
+        world.endpoints("web", &[POD_A]);
+        let (synced, errors) = world.try_sync();
+        assert_eq!(errors.len(), 1, "IPv6 is written all the same");
+        assert_eq!(errors[0].failure, SyncFailure::RestoreFailed);
+        assert!(errors[0].message.contains("line"), "{}", errors[0].message);
+        assert_eq!(synced.duration.len(), 1);
+        // No change is needed for the repair.
+        assert!(world.settle().full);
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        // Drift that no write meets is found by comparing.
+        lab.node(&format!("iptables-{flavour} -t nat -F KUBE-MARK-MASQ; iptables-{flavour} -D FORWARD 1"));
+        assert_eq!(world.differences().len(), 2, "{:?}", world.differences());
+        world.dataplane.distrust();
+        world.settle();
+    }
+}
+
+#[test]
+fn a_held_lock_and_a_missing_tool_are_told_apart() {
+    let Some(lab) = Lab::new() else { return };
+    let directory = std::env::temp_dir().join(format!("pm-t-lock-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let lock = directory.join("xtables.lock");
+    let with_lock = |mut options: Options| {
+        let env = ["env".into(), format!("XTABLES_LOCKFILE={}", lock.display()).into()];
+        options.wrapper = env.into_iter().chain(options.wrapper).collect();
+        options
+    };
+    let tools = block_on(Tools::detect_with(IptablesBackend::Legacy, with_lock(options(&lab)))).unwrap();
+    let mut world = loaded(&lab, Flavour::Legacy);
+    world.dataplane = pointsman_agent::iptables::Dataplane::new(tools, &crate::world::FAMILIES);
+    let mut config = config();
+    config.iptables.lock_timeout_seconds = 1;
+    world.configure(config);
+    let mut holder =
+        std::process::Command::new("flock").arg("-F").arg(&lock).args(["sleep", "30"]).spawn().unwrap();
+    while !lock.exists() {
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
+    std::thread::park_timeout(Duration::from_millis(100));
+    let (_, errors) = world.try_sync();
+    let failures: Vec<SyncFailure> = errors.iter().map(|error| error.failure).collect();
+    holder.kill().unwrap();
+    holder.wait().unwrap();
+    assert_eq!(failures, [SyncFailure::LockTimeout; 2], "{errors:?}");
+    world.settle();
+    std::fs::remove_dir_all(&directory).unwrap();
+    let options = Options { directory: Some(directory), ..Options::default() };
+    let error = block_on(Tools::detect_with(IptablesBackend::Auto, options)).unwrap_err();
+    assert!(error.to_string().contains("install iptables"), "{error}");
+}
+
+#[test]
+fn the_flavour_is_the_one_that_kubelet_uses() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        lab.node(&format!("iptables-{flavour} -t mangle -N KUBE-IPTABLES-HINT"));
+        let found = block_on(Tools::detect_with(IptablesBackend::Auto, options(&lab))).unwrap();
+        assert_eq!(found.flavour(), flavour);
+        assert!(found.version().starts_with('v'), "{}", found.version());
+    }
+    let Some(lab) = Lab::new() else { return };
+    let found = block_on(Tools::detect_with(IptablesBackend::Auto, options(&lab))).unwrap();
+    assert_eq!(found.flavour(), Flavour::Nft, "without any hint");
+}
