@@ -16,7 +16,7 @@ mod tools;
 mod tree;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use dataplane::{Dataplane, cleanup};
 pub use tools::{Flavour, Options, Tools, ToolsError};
