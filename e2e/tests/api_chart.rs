@@ -24,7 +24,8 @@ impl Cluster {
         let server = ApiServer::start().await.expect("an API server");
         let api = Api { client: server.client() };
         let cluster = Self { server, api };
-        cluster.helm(&["upgrade", "--install", "pointsman-crds", &chart("pointsman-crds")]).await;
+        // Until the definitions are established the server knows no such kinds.
+        cluster.helm(&["upgrade", "--install", "pointsman-crds", &chart("pointsman-crds"), "--wait"]).await;
         cluster
     }
 
