@@ -4,6 +4,7 @@
 //! configuration, for the one who debugs one pod.
 
 use std::env;
+use std::io::IsTerminal;
 
 use clap::ValueEnum;
 use pointsman_crds::settings::LogLevel;
@@ -40,7 +41,10 @@ pub fn start(format: Format) -> Level {
     };
     let (filter, reload) = reload::Layer::new(filter);
     let lines = match format {
-        Format::Text => fmt::layer().with_writer(std::io::stderr).boxed(),
+        Format::Text => {
+            let colours = std::io::stderr().is_terminal();
+            fmt::layer().with_ansi(colours).with_writer(std::io::stderr).boxed()
+        }
         Format::Json => fmt::layer().json().flatten_event(true).with_writer(std::io::stderr).boxed(),
     };
     tracing_subscriber::registry().with(filter).with(lines).init();

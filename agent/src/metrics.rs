@@ -262,21 +262,24 @@ impl Metrics {
         to.register("listener_up", "Whether a port is listened on", self.listener_up.clone());
     }
 
-    /// A change was queued.
-    pub fn queued(&self, families: &[IpFamily], changed: Option<Changed>) {
-        for &family in families {
-            self.last_queued.get_or_create(&by_family(family)).set(now());
-        }
+    /// An object has changed in a way that matters.
+    pub fn changed(&self, changed: Changed) {
         match changed {
-            Some(Changed::Service) => {
+            Changed::Service => {
                 self.service_changes.inc();
                 self.service_pending.inc();
             }
-            Some(Changed::Endpoints) => {
+            Changed::Endpoints => {
                 self.endpoint_changes.inc();
                 self.endpoint_pending.inc();
             }
-            None => {}
+        }
+    }
+
+    /// The plan has changed, and the kernel is to follow.
+    pub fn queued(&self, families: &[IpFamily]) {
+        for &family in families {
+            self.last_queued.get_or_create(&by_family(family)).set(now());
         }
     }
 
@@ -404,7 +407,8 @@ mod tests {
             written: BTreeMap::from([((IpFamily::IPv4, "nat"), 3)]),
             ..Synced::default()
         };
-        metrics.queued(&[IpFamily::IPv4], Some(Changed::Service));
+        metrics.changed(Changed::Service);
+        metrics.queued(&[IpFamily::IPv4]);
         metrics.synced(IpFamily::IPv4, &synced, Duration::from_millis(3));
         metrics.failed(IpFamily::IPv6, SyncFailure::LockTimeout, false);
         metrics.programmed(&[IpFamily::IPv4], Duration::from_secs(2));

@@ -43,7 +43,7 @@ pub enum Input {
 /// What keeps the kernel equal to a plan.
 pub trait Dataplane: Send + 'static {
     /// Makes the kernel equal to `plan`; `changes` is what changed since the last success. After a failure, or after
-    /// [`Dataplane::verify`] found a difference, it repairs everything.
+    /// [`Dataplane::distrust`], it repairs everything.
     fn sync(
         &mut self,
         plan: &Plan,
@@ -53,8 +53,11 @@ pub trait Dataplane: Send + 'static {
     /// Reads the kernel and says where it differs from `plan`.
     fn verify(&mut self, plan: &Plan) -> impl Future<Output = Result<Vec<String>, SyncError>> + Send;
 
+    /// Forgets what is installed.
+    fn distrust(&mut self);
+
     /// Finds out cheaply whether the kernel could be written now, without changing anything.
-    fn probe(&mut self) -> impl Future<Output = Result<(), SyncError>> + Send;
+    fn probe(&mut self, plan: &Plan) -> impl Future<Output = Result<(), SyncError>> + Send;
 }
 
 /// A node that can be programmed.

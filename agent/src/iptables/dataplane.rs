@@ -17,7 +17,7 @@ use super::names::ChainName;
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
 use super::shared::{JUMPS, MARTIAN_RULE};
 use super::state::State;
-use super::tools::{RunError, Tools};
+use super::tools::{Flavour, RunError, Tools};
 use crate::kernel::{SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, NodePlan, Plan};
 
@@ -133,6 +133,17 @@ impl Dataplane {
         }
         Ok(lines)
     }
+
+    /// Finds out whether the kernel could be written now, by a restore that holds nothing. With the legacy flavour it takes
+    /// the lock and commits nothing, since that flavour copies the whole table for every commit.
+    pub async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
+        for family in &self.families {
+            let lock_wait = plan.config().iptables.lock_timeout_seconds;
+            let runner = Runner { tools: &self.tools, family: *family, lock_wait };
+            runner.restore_nothing().await.map_err(|error| failure(*family, &error))?;
+        }
+        Ok(())
+    }
 }
 
 /// Runs the tools for one family.
@@ -183,6 +194,18 @@ impl Runner<'_> {
         let args = ["--noflush", "--counters", "-w", &wait];
         let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
         self.tools.run(&command, &args, Some(&script.text), timeout).await?;
+        Ok(())
+    }
+
+    async fn restore_nothing(&self) -> Result<(), Failure> {
+        let command = self.tools.command(self.family, "-restore");
+        let wait = self.lock_wait.to_string();
+        let mut args = vec!["--noflush", "-w", &wait];
+        if self.tools.flavour() == Flavour::Legacy {
+            args.push("--test");
+        }
+        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
+        self.tools.run(&command, &args, Some("*nat\nCOMMIT\n"), timeout).await?;
         Ok(())
     }
 

@@ -236,14 +236,17 @@ impl<P: Platform> Engine<P> {
         if dirty.is_empty() {
             return;
         }
+        if let Some(kind) = kind {
+            self.outside.metrics.changed(kind);
+        }
         if let Some(running) = self.running.as_mut().filter(|_| self.planned) {
             let changes = running.plan.update(&self.model, dirty);
-            self.queue(changes, kind);
+            self.queue(changes);
         }
     }
 
     /// Notes what the kernel does not hold yet.
-    fn queue(&mut self, changes: Changes, kind: Option<Changed>) {
+    fn queue(&mut self, changes: Changes) {
         if changes.is_empty() {
             return;
         }
@@ -251,7 +254,7 @@ impl<P: Platform> Engine<P> {
         for family in self.state.families.values_mut() {
             family.oldest_queued.get_or_insert(now);
         }
-        self.outside.metrics.queued(&self.state.family_order, kind);
+        self.outside.metrics.queued(&self.state.family_order);
         self.pending.merge(changes);
         self.count();
     }
@@ -314,7 +317,7 @@ impl<P: Platform> Engine<P> {
         let changes = running.plan.configure(target.config.clone(), &self.model);
         // Also without a change in the plan: only what has been read back is active.
         self.must_write = true;
-        self.queue(changes, None);
+        self.queue(changes);
     }
 
     /// Opens the node as the target wants it. What runs goes on running until then, and if it cannot be.
@@ -386,7 +389,7 @@ impl<P: Platform> Engine<P> {
         self.pending = Changes::default();
         self.planned = true;
         self.must_write = true;
-        self.queue(changes, None);
+        self.queue(changes);
         self.count();
     }
 

@@ -65,8 +65,12 @@ impl super::Dataplane for iptables::Dataplane {
         Self::verify(self, plan).await
     }
 
-    async fn probe(&mut self) -> Result<(), SyncError> {
-        Ok(())
+    fn distrust(&mut self) {
+        Self::distrust(self);
+    }
+
+    async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
+        Self::probe(self, plan).await
     }
 }
 

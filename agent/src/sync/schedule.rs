@@ -20,6 +20,7 @@ const PROBE_SHARE: u32 = 100;
 /// The sync loop's clock.
 #[derive(Debug)]
 pub struct Schedule {
+    begun: Instant,
     period: Duration,
     pause: Duration,
     drift: Option<Duration>,
@@ -33,6 +34,7 @@ pub struct Schedule {
 impl Default for Schedule {
     fn default() -> Self {
         Self {
+            begun: Instant::now(),
             period: Duration::from_secs(30),
             pause: Duration::from_secs(1),
             drift: None,
@@ -63,7 +65,7 @@ impl Schedule {
     pub fn write(&self, pending: bool) -> Option<Instant> {
         match (self.retry, pending) {
             (Some(retry), _) => Some(retry),
-            (None, true) => Some(self.last_write.map_or_else(Instant::now, |end| end + self.pause)),
+            (None, true) => Some(self.last_write.map_or(self.begun, |end| end + self.pause)),
             (None, false) => None,
         }
     }

@@ -88,12 +88,14 @@ impl Dataplane for Fake {
         if let Some(failure) = script.broken {
             return Err(error(failure));
         }
-        let differences = script.differences.pop_front().unwrap_or_default();
-        script.needs_full |= !differences.is_empty();
-        Ok(differences)
+        Ok(script.differences.pop_front().unwrap_or_default())
     }
 
-    async fn probe(&mut self) -> Result<(), SyncError> {
+    fn distrust(&mut self) {
+        self.0.lock().unwrap().needs_full = true;
+    }
+
+    async fn probe(&mut self, _: &Plan) -> Result<(), SyncError> {
         let mut script = self.0.lock().unwrap();
         script.probes += 1;
         script.broken.map_or(Ok(()), |failure| Err(error(failure)))

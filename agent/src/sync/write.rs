@@ -96,6 +96,7 @@ impl<P: Platform> Engine<P> {
     async fn read_back(&mut self) {
         let Some(differences) = self.verify().await else { return };
         if !differences.is_empty() {
+            self.distrust();
             let family = self.state.family_order.first().copied().unwrap_or(IpFamily::IPv4);
             let message = format!(
                 "read back after writing, the kernel differs: {}; something else changes our chains at the same time",
@@ -128,6 +129,12 @@ impl<P: Platform> Engine<P> {
                 self.schedule.failed(random::fraction());
                 None
             }
+        }
+    }
+
+    fn distrust(&mut self) {
+        if let Some(running) = &mut self.running {
+            running.dataplane.distrust();
         }
     }
 
@@ -180,6 +187,7 @@ impl<P: Platform> Engine<P> {
         if policy != Some(DriftPolicy::Repair) {
             return;
         }
+        self.distrust();
         self.must_write = true;
         self.state.verified = false;
         self.write().await;
@@ -196,7 +204,7 @@ impl<P: Platform> Engine<P> {
         let Some(running) = self.running.as_mut() else { return };
         self.outside.pulse.beat(true);
         let begun = Instant::now();
-        match running.dataplane.probe().await {
+        match running.dataplane.probe(&running.plan).await {
             Ok(()) => self.schedule.probed(begun.elapsed()),
             Err(error) => {
                 self.fail(error, false);
