@@ -4,9 +4,9 @@
 caller_dir=$PWD
 cd "$(dirname "$0")/.." || exit 1
 
-# Debian packages of the test cluster, and of the images.
-cluster_packages="containerd runc containernetworking-plugins iptables nftables ipset conntrack iproute2 \
-  busybox-static curl netcat-openbsd"
+# Debian packages of the tests that write kernel rules, of the test cluster, and of the images.
+kernel_packages="iptables nftables ipset conntrack iproute2"
+cluster_packages="$kernel_packages containerd runc containernetworking-plugins busybox-static curl netcat-openbsd"
 image_packages="debootstrap"
 
 # ensure_packages PACKAGE... installs those Debian packages that are missing.
@@ -56,4 +56,12 @@ run_tool() {
   target=$(cargo metadata --format-version 1 --no-deps | sed 's/.*"target_directory":"\([^"]*\)".*/\1/')
   cd "$caller_dir" || exit 1
   exec "$target/debug/$binary" "$@"
+}
+
+# ensure_cargo_deny installs the checker of dependencies, in the version that deny.toml was written for.
+ensure_cargo_deny() {
+  cargo deny --version 2>/dev/null | grep -qx 'cargo-deny 0.20.2' && return
+  echo "Installing cargo-deny" >&2
+  # Outside the repository, whose toolchain file and target folder are not for it.
+  (cd / && cargo install --quiet --locked --version 0.20.2 cargo-deny) >&2
 }
