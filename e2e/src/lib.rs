@@ -3,7 +3,7 @@
 //! - [`up`] and [`cluster`]: a real Kubernetes on one machine, with nodes in network namespaces.
 //! - [`api_server`]: etcd and kube-apiserver only, for tests of the API.
 //! - [`checks`]: what a user of Services sees, asked from pods, nodes and outside by [`probe`].
-//! - [`release`]: the images of Pointsman itself.
+//! - [`release`]: the images of Pointsman itself; [`pointsman`]: its status and processes in a cluster.
 
 pub mod addons;
 pub mod api_server;
@@ -20,6 +20,7 @@ pub mod layout;
 pub mod network;
 pub mod node;
 pub mod pki;
+pub mod pointsman;
 pub mod probe;
 pub mod process;
 pub mod progress;
