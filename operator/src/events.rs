@@ -61,7 +61,7 @@ pub fn transitions(old: &[Condition], new: &[Condition]) -> Vec<Notice> {
                 warning,
                 reason: if condition.reason == "AsExpected" {
                     // By itself the reason does not say what has ended.
-                    format!("No{}", condition.type_)
+                    format!("Not{}", condition.type_)
                 } else {
                     condition.reason.clone()
                 },
@@ -128,5 +128,60 @@ impl Events {
                 true
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::condition;
+
+    fn reasons(old: &[Condition], new: &[Condition]) -> Vec<String> {
+        let line = |notice: &Notice| format!("{}{}", if notice.warning { "!" } else { "" }, notice.reason);
+        transitions(old, new).iter().map(line).collect()
+    }
+
+    #[test]
+    fn a_new_layer_tells_what_is_news_only() {
+        let new = [
+            condition("Accepted", true, "Valid", ""),
+            condition("Ready", false, "RollingOut", ""),
+            condition("Progressing", true, "RollingOut", ""),
+            condition("Degraded", false, "AsExpected", ""),
+            condition("Conflicted", false, "AsExpected", ""),
+            condition("Paused", false, "AsExpected", ""),
+        ];
+        assert_eq!(reasons(&[], &new), ["RollingOut"]);
+        assert!(reasons(&new, &new).is_empty());
+    }
+
+    #[test]
+    fn trouble_is_a_warning_and_its_end_is_told() {
+        let fine = [
+            condition("Accepted", true, "Valid", ""),
+            condition("Degraded", false, "AsExpected", ""),
+            condition("Conflicted", false, "AsExpected", ""),
+        ];
+        let bad = [
+            condition("Accepted", false, "InvalidMergedConfig", ""),
+            condition("Degraded", true, "NodesDegraded", ""),
+            condition("Conflicted", true, "LayerConflict", ""),
+        ];
+        assert_eq!(reasons(&fine, &bad), ["!InvalidMergedConfig", "!NodesDegraded", "!LayerConflict"]);
+        assert_eq!(reasons(&bad, &fine), ["Valid", "NotDegraded", "NotConflicted"]);
+    }
+
+    #[tokio::test]
+    async fn a_flapping_object_is_told_of_once_in_ten_minutes() {
+        let (service, _server) =
+            tower_test::mock::pair::<::http::Request<_>, ::http::Response<kube::client::Body>>();
+        let mut events = Events::new(Client::new(service, "default"), "op".to_owned());
+        let object = |uid: &str| ObjectReference { uid: Some(uid.to_owned()), ..ObjectReference::default() };
+        let notice = Notice { warning: true, reason: "AgentUnreachable".to_owned(), note: String::new() };
+        let start = Instant::now();
+        assert!(events.is_due(&object("a"), &notice, start));
+        assert!(!events.is_due(&object("a"), &notice, start + Duration::from_secs(599)));
+        assert!(events.is_due(&object("b"), &notice, start));
+        assert!(events.is_due(&object("a"), &notice, start + Duration::from_secs(600)));
     }
 }
