@@ -182,6 +182,6 @@ mod tests {
         assert!(events.is_due(&object("a"), &notice, start));
         assert!(!events.is_due(&object("a"), &notice, start + Duration::from_secs(599)));
         assert!(events.is_due(&object("b"), &notice, start));
-        assert!(events.is_due(&object("a"), &notice, start + Duration::from_secs(600)));
+        assert!(events.is_due(&object("a"), &notice, start + Duration::from_mins(10)));
     }
 }

@@ -4,4 +4,5 @@
 #![allow(dead_code, missing_docs, reason = "shared by several test binaries")]
 
 pub mod charts;
+pub mod operator;
 pub mod server;
