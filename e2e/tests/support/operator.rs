@@ -32,8 +32,7 @@ pub struct Stage {
     pub reports: Api<ProxyNodeStatus>,
     pub leases: Api<Lease>,
     pub client: Client,
-    kubeconfig: PathBuf,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Stage {
@@ -54,6 +53,9 @@ impl Stage {
             .await;
         let dir = tempfile::tempdir().unwrap();
         let client = api.client;
+        // Nobody makes the default account, for there is no controller.
+        let account = json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}});
+        server.kubectl(&["apply", "-n", NAMESPACE, "-f", "-"], &account.to_string()).await.unwrap();
         let stage = Self {
             _turn: turn,
             server,
@@ -63,8 +65,7 @@ impl Stage {
             reports: Api::all(client.clone()),
             leases: Api::namespaced(client.clone(), NAMESPACE),
             client,
-            kubeconfig: service_account_kubeconfig(server, dir.path()).await,
-            _dir: dir,
+            dir,
         };
         stage.clear().await;
         stage
@@ -84,7 +85,13 @@ impl Stage {
 
     /// Starts a replica.
     pub async fn operator(&self, name: &str) -> Operator {
-        Operator::start(name, &self.kubeconfig).await
+        self.operator_as(name, "pointsman-operator").await
+    }
+
+    /// Starts a replica under another service account.
+    pub async fn operator_as(&self, name: &str, account: &str) -> Operator {
+        let kubeconfig = service_account_kubeconfig(self.server, account, self.dir.path()).await;
+        Operator::start(name, &kubeconfig).await
     }
 
     pub async fn add_node(&self, name: &str, pool: &str) -> Node {
@@ -136,7 +143,7 @@ impl Stage {
     /// What the agent of `node` writes once it has applied what its ConfigMap holds.
     pub async fn agent_reports_ready(&self, node: &str) {
         let (config_map, _) = self.configuration(node, |_| true).await;
-        let now = chrono_now();
+        let now = now_text();
         let status = json!({"status": {
             "state": "Ready", "mode": "iptables", "heartbeatTime": now,
             "config": {"active": config_map.labels()["pointsman.dev/revision"]},
@@ -155,7 +162,7 @@ impl Stage {
     }
 }
 
-fn chrono_now() -> String {
+fn now_text() -> String {
     k8s_openapi::jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
@@ -184,17 +191,15 @@ pub async fn eventually<T>(what: &str, seconds: u64, ask: impl AsyncFn() -> Opti
     }
 }
 
-async fn service_account_kubeconfig(server: &ApiServer, dir: &Path) -> PathBuf {
-    let token = server
-        .kubectl(&["create", "token", "pointsman-operator", "-n", NAMESPACE], "")
-        .await
-        .expect("a token of the operator's service account");
+async fn service_account_kubeconfig(server: &ApiServer, account: &str, dir: &Path) -> PathBuf {
+    let create = ["create", "token", account, "-n", NAMESPACE];
+    let token = server.kubectl(&create, "").await.expect("a token of the service account");
     let mut kubeconfig: Value =
         serde_saphyr::from_str(&std::fs::read_to_string(server.kubeconfig()).unwrap()).unwrap();
     for user in kubeconfig["users"].as_array_mut().unwrap() {
         user["user"] = json!({"token": token.trim()});
     }
-    let path = dir.join("operator.kubeconfig");
+    let path = dir.join(format!("{account}.kubeconfig"));
     std::fs::write(&path, serde_json::to_string(&kubeconfig).unwrap()).unwrap();
     path
 }
