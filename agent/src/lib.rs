@@ -7,6 +7,7 @@
 pub mod admin;
 pub mod client;
 pub mod config;
+pub mod conntrack;
 pub mod events;
 pub mod health;
 pub mod http;
@@ -22,4 +23,5 @@ pub mod run;
 pub mod state;
 pub mod status;
 pub mod sync;
+pub mod sysctl;
 pub mod watch;
