@@ -358,4 +358,4 @@ fn be_u32(what: &'static str, value: &[u8]) -> Result<u32, WireError> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

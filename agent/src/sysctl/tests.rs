@@ -38,7 +38,9 @@ fn kernel(changes: &[(Setting, u32)]) -> Current {
 
 #[test]
 fn ct_10_what_is_written() {
-    use Setting::{HashSize, Max, TcpBeLiberal, TcpCloseWaitTimeout, TcpEstablishedTimeout, UdpStreamTimeout, UdpTimeout};
+    use Setting::{
+        HashSize, Max, TcpBeLiberal, TcpCloseWaitTimeout, TcpEstablishedTimeout, UdpStreamTimeout, UdpTimeout,
+    };
     let sized = |max_per_core, min| NodeConntrack { max_per_core, min, ..NOTHING };
     type Case<'a> =
         (&'a str, NodeConntrack, Option<NodeConntrack>, &'a [(Setting, u32)], u32, &'a [(Setting, u32)]);
@@ -46,8 +48,22 @@ fn ct_10_what_is_written() {
     let cases: &[Case<'_>] = &[
         ("1 nothing configured", NOTHING, None, &[], 4, &[]),
         ("2 a size per processor", sized(50_000, 0), None, &[], 4, &[(Max, 200_000), (HashSize, 50_000)]),
-        ("3 the least size is larger", sized(50_000, 300_000), None, &[], 4, &[(Max, 300_000), (HashSize, 75_000)]),
-        ("4 the least size is smaller", sized(50_000, 100_000), None, &[], 4, &[(Max, 200_000), (HashSize, 50_000)]),
+        (
+            "3 the least size is larger",
+            sized(50_000, 300_000),
+            None,
+            &[],
+            4,
+            &[(Max, 300_000), (HashSize, 75_000)],
+        ),
+        (
+            "4 the least size is smaller",
+            sized(50_000, 100_000),
+            None,
+            &[],
+            4,
+            &[(Max, 200_000), (HashSize, 50_000)],
+        ),
         ("5 per processor 0 leaves it, whatever the least", sized(0, 300_000), None, &[], 4, &[]),
         ("6 it has that size", sized(16_384, 0), None, &[], 4, &[]),
         ("7 it is larger, and is not lowered", sized(16_384, 0), None, &[(Max, 100_000)], 4, &[]),
@@ -55,20 +71,95 @@ fn ct_10_what_is_written() {
         ("9 buckets suffice", sized(50_000, 0), None, &[(HashSize, 50_000)], 4, &[(Max, 200_000)]),
         ("10 buckets are missing alone", sized(50_000, 0), None, &[(Max, 200_000)], 4, &[(HashSize, 50_000)]),
         ("11 the largest size", sized(50_000, 0), None, &[], 64, &[(Max, 1_048_576), (HashSize, 262_144)]),
-        ("12 the largest size limits the least one", sized(1, 4_000_000), None, &[], 1, &[(Max, 1_048_576), (HashSize, 262_144)]),
-        ("13 established timeout", NodeConntrack { tcp_established_timeout_seconds: 86_400, ..NOTHING }, None, &[], 4, &[(TcpEstablishedTimeout, 86_400)]),
-        ("14 established timeout is right", NodeConntrack { tcp_established_timeout_seconds: 432_000, ..NOTHING }, None, &[], 4, &[]),
-        ("15 close-wait timeout", NodeConntrack { tcp_close_wait_timeout_seconds: 3_600, ..NOTHING }, None, &[], 4, &[(TcpCloseWaitTimeout, 3_600)]),
-        ("16 UDP timeout", NodeConntrack { udp_timeout_seconds: 10, ..NOTHING }, None, &[], 4, &[(UdpTimeout, 10)]),
-        ("17 UDP stream timeout", NodeConntrack { udp_stream_timeout_seconds: 600, ..NOTHING }, None, &[], 4, &[(UdpStreamTimeout, 600)]),
+        (
+            "12 the largest size limits the least one",
+            sized(1, 4_000_000),
+            None,
+            &[],
+            1,
+            &[(Max, 1_048_576), (HashSize, 262_144)],
+        ),
+        (
+            "13 established timeout",
+            NodeConntrack { tcp_established_timeout_seconds: 86_400, ..NOTHING },
+            None,
+            &[],
+            4,
+            &[(TcpEstablishedTimeout, 86_400)],
+        ),
+        (
+            "14 established timeout is right",
+            NodeConntrack { tcp_established_timeout_seconds: 432_000, ..NOTHING },
+            None,
+            &[],
+            4,
+            &[],
+        ),
+        (
+            "15 close-wait timeout",
+            NodeConntrack { tcp_close_wait_timeout_seconds: 3_600, ..NOTHING },
+            None,
+            &[],
+            4,
+            &[(TcpCloseWaitTimeout, 3_600)],
+        ),
+        (
+            "16 UDP timeout",
+            NodeConntrack { udp_timeout_seconds: 10, ..NOTHING },
+            None,
+            &[],
+            4,
+            &[(UdpTimeout, 10)],
+        ),
+        (
+            "17 UDP stream timeout",
+            NodeConntrack { udp_stream_timeout_seconds: 600, ..NOTHING },
+            None,
+            &[],
+            4,
+            &[(UdpStreamTimeout, 600)],
+        ),
         ("18 liberal", liberal, None, &[], 4, &[(TcpBeLiberal, 1)]),
         ("19 liberal already", liberal, None, &[(TcpBeLiberal, 1)], 4, &[]),
         ("live: not liberal any more", NOTHING, Some(liberal), &[(TcpBeLiberal, 1)], 4, &[(TcpBeLiberal, 0)]),
         ("live: liberal by somebody else", NOTHING, Some(NOTHING), &[(TcpBeLiberal, 1)], 4, &[]),
-        ("live: a smaller size is not written", sized(10_000, 0), Some(sized(50_000, 0)), &[(Max, 200_000), (HashSize, 50_000)], 4, &[]),
-        ("live: a timeout of 0 leaves the one from before", NOTHING, Some(DEFAULTS), &[(TcpCloseWaitTimeout, 3_600)], 4, &[]),
-        ("the defaults", DEFAULTS, None, &[], 2, &[(Max, 131_072), (HashSize, 32_768), (TcpEstablishedTimeout, 86_400), (TcpCloseWaitTimeout, 3_600)]),
-        ("no overflow", sized(u32::MAX, u32::MAX), None, &[], u32::MAX, &[(Max, 1_048_576), (HashSize, 262_144)]),
+        (
+            "live: a smaller size is not written",
+            sized(10_000, 0),
+            Some(sized(50_000, 0)),
+            &[(Max, 200_000), (HashSize, 50_000)],
+            4,
+            &[],
+        ),
+        (
+            "live: a timeout of 0 leaves the one from before",
+            NOTHING,
+            Some(DEFAULTS),
+            &[(TcpCloseWaitTimeout, 3_600)],
+            4,
+            &[],
+        ),
+        (
+            "the defaults",
+            DEFAULTS,
+            None,
+            &[],
+            2,
+            &[
+                (Max, 131_072),
+                (HashSize, 32_768),
+                (TcpEstablishedTimeout, 86_400),
+                (TcpCloseWaitTimeout, 3_600),
+            ],
+        ),
+        (
+            "no overflow",
+            sized(u32::MAX, u32::MAX),
+            None,
+            &[],
+            u32::MAX,
+            &[(Max, 1_048_576), (HashSize, 262_144)],
+        ),
     ];
     for (name, config, previous, changes, cpus, expected) in cases {
         let writes = plan(config, previous.as_ref(), &kernel(changes), *cpus);

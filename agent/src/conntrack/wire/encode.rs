@@ -37,8 +37,7 @@ pub fn dump_request(family: IpFamily, filter: DumpFilter, sequence: u32) -> Vec<
     let mut request = Request::new(CT_GET, NLM_F_REQUEST | NLM_F_DUMP, sequence, number(family));
     if let DumpFilter::Protocol(protocol) = filter {
         request.nested(CTA_TUPLE_ORIG, |request| {
-            request
-                .nested(CTA_TUPLE_PROTO, |request| request.attribute(CTA_PROTO_NUM, &[protocol.number()]));
+            request.nested(CTA_TUPLE_PROTO, |request| request.attribute(CTA_PROTO_NUM, &[protocol.number()]));
         });
         request.nested(CTA_FILTER, |request| {
             // These flags are in the kernel's order, unlike everything else in here.

@@ -50,7 +50,8 @@ fn parts(protocol: u8) -> Vec<Vec<u8>> {
     ]
 }
 
-fn message_bytes(kind: u16, flags: u16, sequence: u32, payload: &[u8]) -> Vec<u8> {
+/// A message as the kernel sends it.
+pub(in crate::conntrack) fn message_bytes(kind: u16, flags: u16, sequence: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len() + 16).unwrap();
     let mut bytes = length.to_ne_bytes().to_vec();
     bytes.extend(kind.to_ne_bytes());
@@ -60,6 +61,15 @@ fn message_bytes(kind: u16, flags: u16, sequence: u32, payload: &[u8]) -> Vec<u8
     bytes.extend(payload);
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes
+}
+
+/// The payload about a datagram flow from this port to 10.96.0.10:53, which leads to 10.244.1.7:5353.
+pub(in crate::conntrack) fn entry_bytes(port: u16) -> Vec<u8> {
+    let client = SocketAddr::from(([10, 0, 0, 1], port));
+    let mut parts = parts(17);
+    parts[0] = attribute(0x8001, &tuple_bytes(17, client, address("10.96.0.10:53")));
+    parts[1] = attribute(0x8002, &tuple_bytes(17, address("10.244.1.7:5353"), client));
+    payload(&parts)
 }
 
 fn sample() -> Entry {
@@ -163,15 +173,15 @@ fn a_broken_length_ends_a_datagram() {
 #[test]
 fn a_deletion_names_the_entry_completely() {
     for zone in [None, Some(Zone::Entry(5)), Some(Zone::Original(6))] {
-        for ends in
-            [("10.0.0.1:4000", "10.96.0.10:53"), ("[fd00::1]:4000", "[fd00:96::a]:53")].map(|(s, d)| Tuple {
-                source: address(s),
-                destination: address(d),
-            })
+        for ends in [("10.0.0.1:4000", "10.96.0.10:53"), ("[fd00::1]:4000", "[fd00:96::a]:53")]
+            .map(|(s, d)| Tuple { source: address(s), destination: address(d) })
         {
             let wanted = Entry { original: ends, zone, ..sample() };
             let request = delete_request(&wanted, 3, true);
-            assert_eq!(request.len(), usize::try_from(u32::from_ne_bytes(request[..4].try_into().unwrap())).unwrap());
+            assert_eq!(
+                request.len(),
+                usize::try_from(u32::from_ne_bytes(request[..4].try_into().unwrap())).unwrap()
+            );
             assert_eq!(request[4..6], CT_DELETE.to_ne_bytes());
             assert_eq!(request[6..8], 5_u16.to_ne_bytes(), "request and acknowledge");
             assert_eq!(request[16], if ends.source.is_ipv4() { 2 } else { 10 });
