@@ -251,15 +251,15 @@ pub fn reconcile(
 pub fn cpus(root: &Path) -> u32 {
     fs::read_to_string(root.join("sys/devices/system/cpu/online"))
         .ok()
-        .and_then(|list| count_cpus(&list))
+        .and_then(|ranges| count_cpus(&ranges))
         .or_else(|| u32::try_from(std::thread::available_parallelism().map_or(1, NonZeroUsize::get)).ok())
         .unwrap_or(1)
 }
 
 /// Counts a list such as `0-3,8`.
-fn count_cpus(list: &str) -> Option<u32> {
+fn count_cpus(ranges: &str) -> Option<u32> {
     let mut count = 0_u32;
-    for range in list.trim().split(',') {
+    for range in ranges.trim().split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
         count = count.checked_add(last.checked_sub(first)?.checked_add(1)?)?;

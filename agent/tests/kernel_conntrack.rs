@@ -1,10 +1,17 @@
 //! Runs against the kernel's own table, in network namespaces that end with their thread, even if the test is killed:
 //! real datagrams through real DNAT rules, and entries made by the `conntrack` tool.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test says by panicking what is wrong"
+)]
 
 use std::collections::{BTreeSet, HashSet};
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -12,8 +19,12 @@ use std::time::Duration;
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, connect, recv, send, socket,
+};
+use pointsman_agent::conntrack::wire::{self, Body, DumpFilter};
 use pointsman_agent::conntrack::{
-    self, Endpoints, Frontend, Job, NodePort, Protocol, Reconciler, Report, Serving,
+    self, Endpoints, Entry, Frontend, Job, NodePort, Protocol, Reconciler, Report, Serving,
 };
 use pointsman_agent::sysctl::{self, Setting};
 use pointsman_crds::node_config::NodeConntrack;
@@ -222,6 +233,41 @@ fn zones_are_respected() {
         let report = run(&service(&["10.244.1.7:5353"]));
         assert_eq!((report.deleted, report.vanished), (4, 0));
         assert_eq!(table("ipv4"), BTreeSet::from([4, 5, 6]));
+    });
+}
+
+/// Sends one request, and returns the outcome and the entries that the kernel answers with.
+fn ask_kernel(request: &[u8]) -> (i32, Vec<Entry>) {
+    let netfilter = SockProtocol::NetlinkNetFilter;
+    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, netfilter).unwrap();
+    connect(socket.as_raw_fd(), &NetlinkAddr::new(0, 0)).unwrap();
+    send(socket.as_raw_fd(), request, MsgFlags::empty()).unwrap();
+    let (mut buffer, mut entries) = (vec![0; 65_536], Vec::new());
+    loop {
+        let length = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty()).unwrap();
+        for message in wire::messages(&buffer[..length]) {
+            match message.unwrap().body {
+                Body::Entry(payload) => entries.extend(wire::entry(payload).unwrap()),
+                Body::Done(code) | Body::Outcome(code) => return (code, entries),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Between listing and deleting, an entry may end and another one of the same client take its place.
+#[test]
+fn an_entry_with_another_id_stays() {
+    isolated(|| {
+        insert(&[made(1, Protocol::Udp, "10.96.0.10:53", "10.244.1.9:5353")]);
+        let dump = wire::dump_request(IpFamily::IPv4, DumpFilter::Protocol(Protocol::Udp), 1);
+        let (_, entries) = ask_kernel(&dump);
+        let [listed] = entries[..] else { panic!("{entries:?}") };
+        let other = Entry { id: listed.id.map(|id| id ^ 1), ..listed };
+        assert_eq!(ask_kernel(&wire::delete_request(&other, 2, true)).0, -2);
+        assert_eq!(table("ipv4"), BTreeSet::from([1]));
+        assert_eq!(ask_kernel(&wire::delete_request(&listed, 2, true)).0, 0);
+        assert_eq!(table("ipv4"), BTreeSet::new());
     });
 }
 

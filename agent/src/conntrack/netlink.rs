@@ -67,7 +67,7 @@ impl Transport for Socket {
 #[error("connection tracking of {:?}: {cause}", report.family)]
 pub struct RunError {
     /// What was done before it failed.
-    pub report: Report,
+    pub report: Box<Report>,
     /// Why it failed.
     #[source]
     pub cause: Cause,
@@ -124,11 +124,13 @@ fn advice(errno: Errno) -> String {
 
 #[cfg(test)]
 mod tests {
+    use pointsman_crds::proxy_node_status::IpFamily;
+
     use super::*;
 
     #[test]
     fn errors_say_what_to_do() {
-        let report = Report::new(pointsman_crds::proxy_node_status::IpFamily::IPv4);
+        let report = Box::new(Report::new(IpFamily::IPv4));
         let said = |cause| RunError { report: report.clone(), cause }.to_string();
         assert!(said(Cause::Open(Errno::EPERM)).contains("NET_ADMIN"));
         assert!(said(Cause::DumpRefused(Errno::EINVAL)).contains("nf_conntrack_netlink"));

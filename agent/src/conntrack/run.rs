@@ -79,7 +79,7 @@ fn run_over<T: Transport>(job: &Job, open: impl FnMut() -> Result<T, Errno>) -> 
     report.duration = started.elapsed();
     match result {
         Ok(()) => Ok(report),
-        Err(cause) => Err(RunError { report, cause }),
+        Err(cause) => Err(RunError { report: Box::new(report), cause }),
     }
 }
 

@@ -19,7 +19,6 @@ const NLMSG_HEADER: usize = 16;
 const NFGENMSG: usize = 4;
 const ATTRIBUTE_HEADER: usize = 4;
 
-const NLMSG_NOOP: u16 = 1;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLMSG_OVERRUN: u16 = 4;
@@ -122,7 +121,7 @@ pub struct Entry {
     pub tcp_state: Option<u8>,
     /// The zone, if it is not the default one.
     pub zone: Option<Zone>,
-    /// What tells this entry from a later one with the same addresses.
+    /// What mostly tells this entry from a later one with the same addresses.
     pub id: Option<u32>,
 }
 
@@ -194,7 +193,7 @@ fn message(bytes: &[u8]) -> Result<(Message<'_>, &[u8]), WireError> {
         NLMSG_DONE => Body::Done(number().unwrap_or(0)),
         NLMSG_OVERRUN => Body::Overrun,
         CT_NEW => Body::Entry(payload),
-        NLMSG_NOOP | _ => Body::Other,
+        _ => Body::Other,
     };
     let message = Message {
         sequence: u32::from_ne_bytes([s0, s1, s2, s3]),

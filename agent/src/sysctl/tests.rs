@@ -36,139 +36,96 @@ fn kernel(changes: &[(Setting, u32)]) -> Current {
     KERNEL.iter().chain(changes).copied().collect()
 }
 
+/// What is written for this configuration; once that is written, nothing is left to do.
+fn wanted(
+    config: &NodeConntrack,
+    previous: Option<&NodeConntrack>,
+    changes: &[(Setting, u32)],
+    cpus: u32,
+) -> Vec<(Setting, u32)> {
+    let writes = plan(config, previous, &kernel(changes), cpus);
+    let wanted: Vec<_> = writes.iter().map(|write| (write.setting, write.wanted)).collect();
+    let after = kernel(changes).into_iter().chain(wanted.iter().copied()).collect();
+    assert_eq!(plan(config, previous, &after, cpus), []);
+    wanted
+}
+
 #[test]
-fn ct_10_what_is_written() {
-    use Setting::{
-        HashSize, Max, TcpBeLiberal, TcpCloseWaitTimeout, TcpEstablishedTimeout, UdpStreamTimeout, UdpTimeout,
-    };
-    let sized = |max_per_core, min| NodeConntrack { max_per_core, min, ..NOTHING };
-    type Case<'a> =
-        (&'a str, NodeConntrack, Option<NodeConntrack>, &'a [(Setting, u32)], u32, &'a [(Setting, u32)]);
+fn ct_10_1_to_12_the_size_of_the_table() {
+    // Name; entries per processor, least size, processors; size and buckets there; size and buckets written.
+    for (name, (max_per_core, min, cpus), (max, buckets), expected) in [
+        ("1 nothing configured", (0, 0, 4), (65_536, 16_384), [None, None]),
+        ("2 a size per processor", (50_000, 0, 4), (65_536, 16_384), [Some(200_000), Some(50_000)]),
+        ("3 the least size is larger", (50_000, 300_000, 4), (65_536, 16_384), [Some(300_000), Some(75_000)]),
+        ("4 the least size is smaller", (50_000, 9_000, 4), (65_536, 16_384), [Some(200_000), Some(50_000)]),
+        ("5 per processor 0 leaves it", (0, 300_000, 4), (65_536, 16_384), [None, None]),
+        ("6 it has that size", (16_384, 0, 4), (65_536, 16_384), [None, None]),
+        ("7 it is larger, and is not lowered", (16_384, 0, 4), (100_000, 16_384), [None, None]),
+        ("8 it is smaller", (16_384, 0, 4), (65_535, 16_384), [Some(65_536), None]),
+        ("9 there are enough buckets", (50_000, 0, 4), (65_536, 50_000), [Some(200_000), None]),
+        ("10 only buckets are missing", (50_000, 0, 4), (200_000, 16_384), [None, Some(50_000)]),
+        ("11 the largest size", (50_000, 0, 64), (65_536, 16_384), [Some(1_048_576), Some(262_144)]),
+        ("12 it limits the least one", (1, 4_000_000, 1), (65_536, 262_144), [Some(1_048_576), None]),
+        ("no overflow", (u32::MAX, u32::MAX, u32::MAX), (1_048_576, 262_144), [None, None]),
+    ] {
+        let config = NodeConntrack { max_per_core, min, ..NOTHING };
+        let there = [(Setting::Max, max), (Setting::HashSize, buckets)];
+        let expected: Vec<_> = [Setting::Max, Setting::HashSize]
+            .into_iter()
+            .zip(expected)
+            .filter_map(|(setting, value)| Some((setting, value?)))
+            .collect();
+        assert_eq!(wanted(&config, None, &there, cpus), expected, "{name}");
+    }
+}
+
+#[test]
+fn ct_10_13_to_19_timeouts_and_liberal() {
+    let established = |seconds| NodeConntrack { tcp_established_timeout_seconds: seconds, ..NOTHING };
     let liberal = NodeConntrack { tcp_be_liberal: true, ..NOTHING };
-    let cases: &[Case<'_>] = &[
-        ("1 nothing configured", NOTHING, None, &[], 4, &[]),
-        ("2 a size per processor", sized(50_000, 0), None, &[], 4, &[(Max, 200_000), (HashSize, 50_000)]),
+    let is_liberal = (Setting::TcpBeLiberal, 1);
+    for (name, config, there, expected) in [
+        ("13", established(86_400), None, Some((Setting::TcpEstablishedTimeout, 86_400))),
+        ("14 has it", established(432_000), None, None),
         (
-            "3 the least size is larger",
-            sized(50_000, 300_000),
-            None,
-            &[],
-            4,
-            &[(Max, 300_000), (HashSize, 75_000)],
-        ),
-        (
-            "4 the least size is smaller",
-            sized(50_000, 100_000),
-            None,
-            &[],
-            4,
-            &[(Max, 200_000), (HashSize, 50_000)],
-        ),
-        ("5 per processor 0 leaves it, whatever the least", sized(0, 300_000), None, &[], 4, &[]),
-        ("6 it has that size", sized(16_384, 0), None, &[], 4, &[]),
-        ("7 it is larger, and is not lowered", sized(16_384, 0), None, &[(Max, 100_000)], 4, &[]),
-        ("8 it is smaller", sized(16_384, 0), None, &[(Max, 65_535)], 4, &[(Max, 65_536)]),
-        ("9 buckets suffice", sized(50_000, 0), None, &[(HashSize, 50_000)], 4, &[(Max, 200_000)]),
-        ("10 buckets are missing alone", sized(50_000, 0), None, &[(Max, 200_000)], 4, &[(HashSize, 50_000)]),
-        ("11 the largest size", sized(50_000, 0), None, &[], 64, &[(Max, 1_048_576), (HashSize, 262_144)]),
-        (
-            "12 the largest size limits the least one",
-            sized(1, 4_000_000),
-            None,
-            &[],
-            1,
-            &[(Max, 1_048_576), (HashSize, 262_144)],
-        ),
-        (
-            "13 established timeout",
-            NodeConntrack { tcp_established_timeout_seconds: 86_400, ..NOTHING },
-            None,
-            &[],
-            4,
-            &[(TcpEstablishedTimeout, 86_400)],
-        ),
-        (
-            "14 established timeout is right",
-            NodeConntrack { tcp_established_timeout_seconds: 432_000, ..NOTHING },
-            None,
-            &[],
-            4,
-            &[],
-        ),
-        (
-            "15 close-wait timeout",
+            "15",
             NodeConntrack { tcp_close_wait_timeout_seconds: 3_600, ..NOTHING },
             None,
-            &[],
-            4,
-            &[(TcpCloseWaitTimeout, 3_600)],
+            Some((Setting::TcpCloseWaitTimeout, 3_600)),
         ),
+        ("16", NodeConntrack { udp_timeout_seconds: 10, ..NOTHING }, None, Some((Setting::UdpTimeout, 10))),
         (
-            "16 UDP timeout",
-            NodeConntrack { udp_timeout_seconds: 10, ..NOTHING },
-            None,
-            &[],
-            4,
-            &[(UdpTimeout, 10)],
-        ),
-        (
-            "17 UDP stream timeout",
+            "17",
             NodeConntrack { udp_stream_timeout_seconds: 600, ..NOTHING },
             None,
-            &[],
-            4,
-            &[(UdpStreamTimeout, 600)],
+            Some((Setting::UdpStreamTimeout, 600)),
         ),
-        ("18 liberal", liberal, None, &[], 4, &[(TcpBeLiberal, 1)]),
-        ("19 liberal already", liberal, None, &[(TcpBeLiberal, 1)], 4, &[]),
-        ("live: not liberal any more", NOTHING, Some(liberal), &[(TcpBeLiberal, 1)], 4, &[(TcpBeLiberal, 0)]),
-        ("live: liberal by somebody else", NOTHING, Some(NOTHING), &[(TcpBeLiberal, 1)], 4, &[]),
-        (
-            "live: a smaller size is not written",
-            sized(10_000, 0),
-            Some(sized(50_000, 0)),
-            &[(Max, 200_000), (HashSize, 50_000)],
-            4,
-            &[],
-        ),
-        (
-            "live: a timeout of 0 leaves the one from before",
-            NOTHING,
-            Some(DEFAULTS),
-            &[(TcpCloseWaitTimeout, 3_600)],
-            4,
-            &[],
-        ),
-        (
-            "the defaults",
-            DEFAULTS,
-            None,
-            &[],
-            2,
-            &[
-                (Max, 131_072),
-                (HashSize, 32_768),
-                (TcpEstablishedTimeout, 86_400),
-                (TcpCloseWaitTimeout, 3_600),
-            ],
-        ),
-        (
-            "no overflow",
-            sized(u32::MAX, u32::MAX),
-            None,
-            &[],
-            u32::MAX,
-            &[(Max, 1_048_576), (HashSize, 262_144)],
-        ),
-    ];
-    for (name, config, previous, changes, cpus, expected) in cases {
-        let writes = plan(config, previous.as_ref(), &kernel(changes), *cpus);
-        let wanted: Vec<_> = writes.iter().map(|write| (write.setting, write.wanted)).collect();
-        assert_eq!(wanted, *expected, "{name}");
-        // Once written, nothing is left to do.
-        let after = kernel(changes).into_iter().chain(wanted).collect();
-        assert_eq!(plan(config, previous.as_ref(), &after, *cpus), [], "{name}");
+        ("18", liberal, None, Some(is_liberal)),
+        ("19 has it", liberal, Some(is_liberal), None),
+        ("not liberal, and not ours", NOTHING, Some(is_liberal), None),
+    ] {
+        let there = Vec::from_iter(there);
+        assert_eq!(wanted(&config, None, &there, 4), Vec::from_iter(expected), "{name}");
     }
+}
+
+#[test]
+fn ct_10_the_defaults_and_live_changes() {
+    let defaults = [
+        (Setting::Max, 131_072),
+        (Setting::HashSize, 32_768),
+        (Setting::TcpEstablishedTimeout, 86_400),
+        (Setting::TcpCloseWaitTimeout, 3_600),
+    ];
+    assert_eq!(wanted(&DEFAULTS, None, &[], 2), defaults);
+    // Off again, because it was on by us.
+    let liberal = NodeConntrack { tcp_be_liberal: true, ..NOTHING };
+    let there = [(Setting::TcpBeLiberal, 1)];
+    assert_eq!(wanted(&NOTHING, Some(&liberal), &there, 2), [(Setting::TcpBeLiberal, 0)]);
+    assert_eq!(wanted(&NOTHING, Some(&NOTHING), &there, 2), []);
+    // A smaller table and a timeout of 0 leave what was written before.
+    let smaller = NodeConntrack { max_per_core: 1, min: 1, ..NOTHING };
+    assert_eq!(wanted(&smaller, Some(&DEFAULTS), &defaults, 2), []);
 }
 
 /// A directory with the kernel's files.

@@ -51,8 +51,9 @@ pub fn dump_request(family: IpFamily, filter: DumpFilter, sequence: u32) -> Vec<
     request.finish()
 }
 
-/// Deletes this entry and no other: with its addresses, its zone, and its id, so that an entry that has replaced it
-/// since is left alone. (Without addresses the kernel would delete everything; they are not optional here.)
+/// Deletes this entry: with its addresses, its zone, and its id. (Without addresses the kernel would delete everything;
+/// they are not optional here.) The id is made of the addresses and the entry's place in memory: an entry that has
+/// replaced it since is left alone, unless it has come to the same place, and then its next packet meets the rules again.
 /// `acknowledge` asks for an answer also in case of success.
 #[must_use]
 pub fn delete_request(entry: &Entry, sequence: u32, acknowledge: bool) -> Vec<u8> {

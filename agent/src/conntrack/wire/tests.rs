@@ -145,7 +145,7 @@ fn messages_are_told_apart() {
         message_bytes(NLMSG_ERROR, 0, 9, &(-2_i32).to_ne_bytes()),
         message_bytes(NLMSG_ERROR, 0, 9, &0_i32.to_ne_bytes()),
         message_bytes(NLMSG_OVERRUN, 0, 9, &[]),
-        message_bytes(NLMSG_NOOP, 0, 9, &[]),
+        message_bytes(1, 0, 9, &[]),
         message_bytes(NLMSG_DONE, 2 | NLM_F_DUMP_INTR, 9, &0_i32.to_ne_bytes()),
     ]
     .concat();
