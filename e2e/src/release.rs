@@ -31,6 +31,22 @@ const SLIM: [&str; 12] = [
     "var/log",
 ];
 
+/// Builds the base: `sh -c BASE sh ROOT TAR SUITE PACKAGES SLIM [MIRROR]`, in a mount namespace of its own, so that
+/// nothing stays mounted when it is interrupted. In memory, because dpkg waits for the disk after every file.
+const BASE: &str = r#"
+set -e
+root=$1 tar=$2 suite=$3 packages=$4 slim=$5
+shift 5
+mount -t tmpfs -o mode=755 tmpfs "$root"
+if ! debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$@"; then
+    tail -n 20 "$root/debootstrap/debootstrap.log" >&2
+    exit 1
+fi
+cd "$root"
+rm -rf $slim
+tar --sort=name --numeric-owner --mtime=@0 --one-file-system --exclude='./dev/*' --exclude='./proc/*' -cf "$tar" .
+"#;
+
 /// An image of Pointsman.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
@@ -61,18 +77,28 @@ impl Part {
 /// The version of this workspace, which is the images' tag unless another is given.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
+/// The cargo profile of the binaries: `POINTSMAN_PROFILE`, or release. With `dev` an edit is in an image in
+/// seconds instead of minutes.
+#[must_use]
+pub fn profile() -> String {
+    std::env::var("POINTSMAN_PROFILE")
+        .ok()
+        .filter(|name| !name.is_empty())
+        .unwrap_or_else(|| "release".into())
+}
+
 /// Builds the images of both parts.
 pub async fn build_all() -> Result<Vec<PathBuf>> {
     let mut archives = Vec::new();
     for part in Part::ALL {
-        archives.push(build(part, VERSION).await?);
+        archives.push(build(part, VERSION, &profile()).await?);
     }
     Ok(archives)
 }
 
-/// Builds the image `docker.io/pointsman/PART:TAG` and returns its archive.
-pub async fn build(part: Part, tag: &str) -> Result<PathBuf> {
-    let binary = compile(part).await?;
+/// Builds the image `docker.io/pointsman/PART:TAG` of binaries in a cargo profile, and returns its archive.
+pub async fn build(part: Part, tag: &str, profile: &str) -> Result<PathBuf> {
+    let binary = compile(part, profile).await?;
     let entrypoint = format!("/usr/local/bin/{}", part.binary());
     let mut files = Files::new().program(&entrypoint[1..], &binary);
     let mut layers = Vec::new();
@@ -105,12 +131,12 @@ pub async fn build(part: Part, tag: &str) -> Result<PathBuf> {
     .await
 }
 
-/// Compiles the release binary of a part; cargo knows whether there is anything to do.
-async fn compile(part: Part) -> Result<PathBuf> {
+/// Compiles the binary of a part; cargo knows whether there is anything to do.
+async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let package = part.binary();
     let mut build = command(cargo, ["build", "--release", "--locked", "--message-format=json", "--package"]);
-    eprintln!("  compiling {package} (a few minutes the first time)");
+    eprintln!("  compiling {package} with the profile {profile} (minutes the first time)");
     let messages = output(build.args([&package, "--bin", &package]).current_dir(repository())).await?;
     // Cargo says where the binary is: CARGO_TARGET_DIR and the user's configuration may move it.
     let executable = messages.lines().rev().find_map(|line| {
@@ -129,27 +155,19 @@ async fn debian_base(packages: &str) -> Result<PathBuf> {
     let (Some("debian"), Some(suite)) = (field("ID=").as_deref(), field("VERSION_CODENAME=")) else {
         bail!("images are built on Debian, as their base is: use the Containerfile elsewhere");
     };
-    let inputs = Inputs::new().word("1").word(&suite).word(packages).word(&format!("{SLIM:?}"));
+    let inputs = Inputs::new().word(BASE).word(&suite).word(packages).word(&SLIM.join(" "));
     cached("debian-base.tar", inputs, async |to| {
         if !Path::new("/usr/sbin/debootstrap").exists() {
             bail!("debootstrap is missing: apt-get install debootstrap (hack/image does it by itself)");
         }
         eprintln!("  building the Debian base of the agent's image (once; about a minute)");
         let root = to.with_extension("root");
-        remove(&root)?;
-        let mut debootstrap = command("debootstrap", ["--variant=minbase"]);
-        debootstrap.arg(format!("--include={packages}")).arg(&suite).arg(&root);
-        if let Some(mirror) = mirror(&suite).await {
-            debootstrap.arg(mirror);
-        }
-        output(&mut debootstrap).await?;
-        for path in SLIM {
-            remove(&root.join(path))?;
-        }
-        let mut tar = command("tar", ["--sort=name", "--numeric-owner", "--mtime=@0", "--exclude=./dev/*"]);
-        tar.args(["-C".as_ref(), root.as_os_str(), "-cf".as_ref(), to.as_os_str(), ".".as_ref()]);
-        output(&mut tar).await?;
-        remove(&root)
+        fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
+        let mut build = command("unshare", ["--mount", "sh", "-c", BASE, "sh"]);
+        build.args([root.as_path(), &to]).args([suite.as_str(), packages, &SLIM.join(" ")]);
+        build.args(mirror(&suite).await);
+        output(&mut build).await?;
+        fs::remove_dir(&root).with_context(|| format!("removing {}", root.display()))
     })
     .await
 }
@@ -164,13 +182,4 @@ async fn mirror(suite: &str) -> Option<String> {
         let address = fields.next()?;
         (fields.next() == Some(suite) && fields.next() == Some("main")).then(|| address.to_owned())
     })
-}
-
-fn remove(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("removing {}", path.display()))
-        }
-        _ => Ok(()),
-    }
 }

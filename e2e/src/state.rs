@@ -12,6 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::layout::{self, Layout, ROOT, SLOTS};
 use crate::stamp::lock;
 
+/// The name of the file in a cluster's folder that holds its record.
+pub const RECORD: &str = "cluster.json";
+
 /// Which program serves Services on the nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -82,7 +85,7 @@ pub struct Record {
 impl Record {
     /// The record of the cluster `name`, if there is one.
     pub fn load(name: &str) -> Result<Option<Self>> {
-        let path = layout::dir(name).join("cluster.json");
+        let path = layout::dir(name).join(RECORD);
         match fs::read(&path) {
             Ok(text) => serde_json::from_slice(&text)
                 .map(Some)
@@ -95,7 +98,7 @@ impl Record {
     /// Writes the record of the cluster `name`.
     pub fn store(&self, name: &str) -> Result<()> {
         let dir = layout::dir(name);
-        let path = dir.join("cluster.json");
+        let path = dir.join(RECORD);
         let unfinished = dir.join("cluster.json.unfinished");
         fs::create_dir_all(&dir)
             .and_then(|()| fs::write(&unfinished, serde_json::to_vec_pretty(self)?))

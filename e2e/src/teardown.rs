@@ -21,8 +21,23 @@ use crate::command::{command, output};
 use crate::layout;
 use crate::state::Record;
 
-/// Removes everything of the cluster `name` but its folder.
-pub async fn remove_running_parts(name: &str) -> Result<()> {
+/// Removes everything of the cluster `name` but its record, and with that its slot.
+pub async fn reset(name: &str) -> Result<()> {
+    remove_running_parts(name).await?;
+    let dir = layout::dir(name);
+    for entry in fs::read_dir(&dir).with_context(|| format!("listing {}", dir.display()))? {
+        let path = entry?.path();
+        let removed = match path.file_name() {
+            Some(name) if name == crate::state::RECORD => continue,
+            _ if path.is_dir() => fs::remove_dir_all(&path),
+            _ => fs::remove_file(&path),
+        };
+        removed.with_context(|| format!("removing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+async fn remove_running_parts(name: &str) -> Result<()> {
     layout::check_name(name)?;
     let dir = layout::dir(name);
     let cgroup = Cgroup::new(&layout::cgroup(name))?;

@@ -62,13 +62,13 @@ impl Cluster {
     pub async fn up(options: &Options) -> Result<Self> {
         check_machine()?;
         let _lock = state::exclusive(&options.name).await?;
+        check_options(options)?;
         let archives = step("programs and images", async {
             Ok([images::pause().await?, images::coredns().await?, images::test_server().await?])
         })
         .await?;
         let record = record(options).await?;
-        let cluster = Self::with_record(&options.name, record).await?;
-        let cluster = cluster.foundation().await?;
+        let cluster = Self::on_foundation(&options.name, record).await?;
         step("control plane and containerd", async {
             tokio::try_join!(cluster.start_control_plane(), cluster.start_containerds(&archives)).map(drop)
         })
@@ -85,31 +85,32 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Namespaces, links and cgroups. They are made whole or not at all: what a killed `up` or a reboot left is
-    /// removed first.
-    async fn foundation(mut self) -> Result<Self> {
-        let name = self.layout.name().to_owned();
-        let alive = namespace_is_mounted(&self.layout.netns("fabric"));
-        if self.record.foundation && alive {
-            return Ok(self);
+    /// Opens the cluster after making its namespaces, links and cgroups if need be. They are made whole or not at
+    /// all: what a killed `up` or a reboot left is removed first.
+    async fn on_foundation(name: &str, mut record: Record) -> Result<Self> {
+        if record.foundation && namespace_is_mounted(&record.layout(name)?.netns("fabric")) {
+            return Self::with_record(name, record).await;
         }
         step("namespaces, links and cgroups", async {
-            teardown::remove_running_parts(&name).await?;
-            let nodes = self.nodes();
+            record.foundation = false;
+            record.store(name)?;
+            teardown::reset(name).await?;
+            let mut cluster = Self::with_record(name, record).await?;
+            let nodes = cluster.nodes();
             let names: Vec<String> = nodes.iter().map(|node| node.name().to_owned()).collect();
-            self.cgroup.create(&names)?;
-            network::create(&self.layout).await?;
+            cluster.cgroup.create(&names)?;
+            network::create(&cluster.layout).await?;
             for (number, node) in (1..).zip(&nodes) {
-                network::create_node(&self.layout, number).await?;
+                network::create_node(&cluster.layout, number).await?;
                 node.create_mounts().await?;
                 node.configure()?;
             }
-            network::route_pods(&self.layout, self.record.nodes).await?;
-            self.record.foundation = true;
-            self.record.store(&name)
+            network::route_pods(&cluster.layout, cluster.record.nodes).await?;
+            cluster.record.foundation = true;
+            cluster.record.store(name)?;
+            Ok(cluster)
         })
-        .await?;
-        Ok(self)
+        .await
     }
 
     async fn start_control_plane(&self) -> Result<()> {
@@ -215,12 +216,18 @@ fn is_ready(node: &NodeObject) -> bool {
     conditions.is_some_and(|all| all.iter().any(|c| c.type_ == "Ready" && c.status == "True"))
 }
 
-/// The record of the cluster, which must be what is asked for.
+/// The record of the cluster, made if this is the first time.
 async fn record(options: &Options) -> Result<Record> {
     let nodes = options.nodes.unwrap_or(2);
-    ensure!((1..=MAX_NODES).contains(&nodes), "{nodes} nodes: give 1 to {MAX_NODES}");
-    let record =
-        state::record_or_create(&options.name, nodes, options.proxy.clone().unwrap_or_default()).await?;
+    state::record_or_create(&options.name, nodes, options.proxy.clone().unwrap_or_default()).await
+}
+
+/// Refuses what cannot be, and what the cluster is not, before anything is done.
+fn check_options(options: &Options) -> Result<()> {
+    if let Some(nodes) = options.nodes {
+        ensure!((1..=MAX_NODES).contains(&nodes), "{nodes} nodes: give 1 to {MAX_NODES}");
+    }
+    let Some(record) = Record::load(&options.name)? else { return Ok(()) };
     let same_nodes = options.nodes.is_none_or(|nodes| nodes == record.nodes);
     let same_proxy = options.proxy.as_ref().is_none_or(|proxy| *proxy == record.proxy);
     ensure!(
@@ -230,7 +237,7 @@ async fn record(options: &Options) -> Result<Record> {
         record.nodes,
         record.proxy
     );
-    Ok(record)
+    Ok(())
 }
 
 fn check_machine() -> Result<()> {

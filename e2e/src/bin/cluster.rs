@@ -94,7 +94,9 @@ async fn run(action: Action) -> Result<()> {
     match action {
         Action::Up { name, nodes, proxy } => {
             let options = Options { name: name.name, nodes, proxy };
-            let cluster = step("in all", Cluster::up(&options)).await?;
+            let start = std::time::Instant::now();
+            let cluster = Cluster::up(&options).await?;
+            eprintln!("{:>7.1} s  in all", start.elapsed().as_secs_f64());
             eprintln!("{}", next_steps(&cluster)?);
             Ok(())
         }

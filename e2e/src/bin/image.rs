@@ -22,6 +22,9 @@ struct Arguments {
     /// The images' tag
     #[arg(long, default_value = VERSION, env = "TAG")]
     tag: String,
+    /// The cargo profile of the binaries: dev builds faster
+    #[arg(long, default_value = "release", env = "POINTSMAN_PROFILE")]
+    profile: String,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -52,7 +55,7 @@ async fn run(arguments: Arguments) -> Result<()> {
         .with_context(|| format!("creating {}", arguments.output.display()))?;
     for part in parts {
         let what = format!("docker.io/pointsman/{}:{}", part.name(), arguments.tag);
-        let archive = step(&what, release::build(*part, &arguments.tag)).await?;
+        let archive = step(&what, release::build(*part, &arguments.tag, &arguments.profile)).await?;
         let to = arguments.output.join(format!("{}.tar", part.name()));
         std::fs::copy(&archive, &to).with_context(|| format!("writing {}", to.display()))?;
         println!("{}", to.display());
