@@ -12,19 +12,30 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use http::{Request, Response, StatusCode, Uri};
-use kube::client::Body;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use kube::client::retry::RetryPolicy;
+use kube::client::{Body, ConfigExt};
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use thiserror::Error;
-use tower::{BoxError, Service};
+use tokio::time::timeout;
+use tower::retry::RetryLayer;
+use tower::{BoxError, Service, ServiceBuilder};
 use tracing::{info, warn};
 
 /// Where a pod finds its token and the cluster's certificate authority.
 pub const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 /// A server that does not even accept a connection for this long is dead.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A watch hears at least a bookmark a minute; one that is silent for longer has lost its server.
-const READ_TIMEOUT: Duration = Duration::from_secs(90);
+/// A server that is gone without a word is noticed by the kernel after about 20 + 3 × 10 s. Nothing but empty packets is
+/// sent for that, while a watch in a quiet cluster is silent for minutes and must not be given up on for it.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(20), Duration::from_secs(10), 3);
+/// Data that is not acknowledged for this long counts as lost with its connection.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
+/// A server that has not begun to answer after this hangs. Lists of large clusters take their time.
+const READ_ANSWER: Duration = Duration::from_mins(1);
+const WRITE_ANSWER: Duration = Duration::from_secs(10);
 
 /// Why there is no client.
 #[derive(Debug, Error)]
@@ -110,7 +121,7 @@ impl Access {
         for endpoint in endpoints {
             let mut config = base.clone();
             config.cluster_url = endpoint.clone();
-            let client = Client::try_from(config).map_err(|error| ClientError::Build {
+            let client = connect(&config).map_err(|error| ClientError::Build {
                 endpoint: endpoint.to_string(),
                 error: Box::new(error),
             })?;
@@ -120,23 +131,19 @@ impl Access {
     }
 
     async fn config(&self) -> Result<Config, ClientError> {
-        let mut config = if let Some(path) = &self.kubeconfig {
+        if let Some(path) = &self.kubeconfig {
             let refuse = |error| ClientError::Kubeconfig { path: path.clone(), error: Box::new(error) };
             let file = Kubeconfig::read_from(path).map_err(refuse)?;
-            Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(refuse)?
+            Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(refuse)
         } else if let Some(first) = self.endpoints.first() {
-            in_pod(&self.service_account, first.clone())?
+            in_pod(&self.service_account, first.clone())
         } else {
             warn!(
                 "no direct API server endpoint is set: using the service IP of the environment, which this agent itself \
                  programs and which does not work on a node without rules; set --apiserver (POINTSMAN_APISERVERS)"
             );
-            Config::incluster_env().map_err(ClientError::Nowhere)?
-        };
-        config.connect_timeout = Some(CONNECT_TIMEOUT);
-        config.read_timeout = Some(READ_TIMEOUT);
-        config.reset_reader_on_write = true;
-        Ok(config)
+            Config::incluster_env().map_err(ClientError::Nowhere)
+        }
     }
 }
 
@@ -153,6 +160,46 @@ fn in_pod(directory: &Path, endpoint: Uri) -> Result<Config, ClientError> {
         config.root_cert_file = Some(authority);
     }
     Ok(config)
+}
+
+/// kube's own stack of layers, on connections that notice a dead peer.
+fn connect(config: &Config) -> Result<Client, kube::Error> {
+    let (idle, interval, retries) = KEEPALIVE;
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    tcp.set_keepalive(Some(idle));
+    tcp.set_keepalive_interval(Some(interval));
+    tcp.set_keepalive_retries(Some(retries));
+    tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
+    let tls = config.rustls_https_connector_with_connector(tcp)?;
+    // Obeys Retry-After when the server is overloaded. Callers have patience of their own, so a few attempts are enough here.
+    let retry = RetryPolicy::new(Duration::from_millis(100), Duration::from_secs(2), 3, true);
+    let retry = retry.ok().map(RetryLayer::new);
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(retry)
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .map_err(BoxError::from)
+        .service(hyper_util::client::legacy::Client::builder(TokioExecutor::new()).build(tls));
+    Ok(Client::new(service, "default"))
+}
+
+/// `client`, with `answered` called whenever the server accepts a request. A watch that resumes says nothing until something
+/// happens; this says that it was let in.
+pub fn observed(client: Client, answered: impl Fn() + Clone + Send + Sync + 'static) -> Client {
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let (client, answered) = (client.clone(), answered.clone());
+        async move {
+            let response = client.send(request).await;
+            if response.as_ref().is_ok_and(|response| response.status().is_success()) {
+                answered();
+            }
+            response.map_err(BoxError::from)
+        }
+    });
+    Client::new(service, "default")
 }
 
 /// One API server.
@@ -209,17 +256,22 @@ impl Service<Request<Body>> for Failover {
         let this = self.clone();
         Box::pin(async move {
             let index = this.current.load(Ordering::Relaxed);
-            match this.targets[index].client.send(request).await {
-                Ok(response) => {
+            let patience = if request.method().is_safe() { READ_ANSWER } else { WRITE_ANSWER };
+            match timeout(patience, this.targets[index].client.send(request)).await {
+                Ok(Ok(response)) => {
                     // A server that is shutting down still answers, and says so.
                     if response.status() == StatusCode::SERVICE_UNAVAILABLE {
                         this.leave(index, "503 Service Unavailable");
                     }
                     Ok(response)
                 }
-                Err(error) => {
+                Ok(Err(error)) => {
                     this.leave(index, &error.to_string());
                     Err(error.into())
+                }
+                Err(elapsed) => {
+                    this.leave(index, "no answer");
+                    Err(elapsed.into())
                 }
             }
         })
@@ -286,6 +338,31 @@ mod tests {
         for _ in 0..2 {
             let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 403));
             assert!(answered.is_err());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_does_not_answer_is_left() {
+        let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
+        let client = Failover::new(vec![a, b]).into_client();
+        let (answered, hanging) = tokio::join!(ask(&client), at_a.next_request());
+        assert!(answered.is_err());
+        drop(hanging);
+        let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_b, 200));
+        assert!(answered.is_ok());
+    }
+
+    #[tokio::test]
+    async fn an_observer_hears_of_accepted_requests_only() {
+        let (a, mut at_a) = target("a");
+        let heard = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&heard);
+        let client = observed(a.client, move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        for (code, expected) in [(403, 0), (200, 1), (500, 1)] {
+            let _ = tokio::join!(ask(&client), answer(&mut at_a, code));
+            assert_eq!(heard.load(Ordering::Relaxed), expected, "{code}");
         }
     }
 

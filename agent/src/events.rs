@@ -72,6 +72,8 @@ impl Events {
             let was = self.last_ready.as_ref().map(|last| last.status == ConditionStatus::True);
             let is = ready.status == ConditionStatus::True;
             match (was, is) {
+                // A refused configuration is its own news; saying it twice helps nobody.
+                (Some(true), false) if refusal.as_ref().is_some_and(|it| it.message == ready.message) => {}
                 (Some(true), false) => self.tell(true, &ready.reason, &ready.message),
                 (Some(false), true) => self.tell(false, "ProxyReady", &ready.message),
                 _ => {}

@@ -21,6 +21,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tracing::warn;
 
+use crate::client::observed;
 use crate::config::{assess, assess_malformed};
 use crate::model::{Change, NodeFacts, ObjectName};
 use crate::state::{NodeEligibility, Source, SyncState, Watches};
@@ -67,6 +68,12 @@ impl Watching {
         Feed { source, inputs: self.inputs.clone(), watches: self.watches.clone() }
     }
 
+    /// A client that clears the watch's trouble as soon as the server lets it in.
+    fn client(&self, source: Source) -> Client {
+        let feed = self.feed(source);
+        observed(self.client.clone(), move || feed.working(false))
+    }
+
     /// Services, by the label that the configuration names. A new name is a new watch; the list it begins with takes away what
     /// the old one had.
     async fn services(self) {
@@ -77,7 +84,7 @@ impl Watching {
             let name = proxy_name(&names.borrow_and_update());
             let selector =
                 if name.is_empty() { format!("!{PROXY_NAME}") } else { format!("{PROXY_NAME}={name}") };
-            let api: Api<DeserializeGuard<Service>> = Api::all(self.client.clone());
+            let api: Api<DeserializeGuard<Service>> = Api::all(self.client(Source::Services));
             let run = self.feed(Source::Services).run(
                 api,
                 watcher::Config::default().labels(&selector),
@@ -92,13 +99,13 @@ impl Watching {
     }
 
     async fn slices(self) {
-        let api: Api<DeserializeGuard<EndpointSlice>> = Api::all(self.client.clone());
+        let api: Api<DeserializeGuard<EndpointSlice>> = Api::all(self.client(Source::EndpointSlices));
         let config = watcher::Config::default().labels(&format!("!{HEADLESS}"));
         self.feed(Source::EndpointSlices).run(api, config, &mut Seen::default(), &mut Slices).await;
     }
 
     async fn own_node(self) {
-        let api: Api<DeserializeGuard<Node>> = Api::all(self.client.clone());
+        let api: Api<DeserializeGuard<Node>> = Api::all(self.client(Source::Node));
         let config = watcher::Config::default().fields(&format!("metadata.name={}", self.node));
         let mut sink = OwnNode(self.eligibility.clone());
         self.feed(Source::Node).run(api, config, &mut Seen::default(), &mut sink).await;
@@ -106,14 +113,14 @@ impl Watching {
 
     async fn own_config(self) {
         let api: Api<DeserializeGuard<ConfigMap>> =
-            Api::namespaced(self.client.clone(), &self.config_namespace);
+            Api::namespaced(self.client(Source::NodeConfig), &self.config_namespace);
         let config = watcher::Config::default().fields(&format!("metadata.name={}", self.node));
         self.feed(Source::NodeConfig).run(api, config, &mut Seen::default(), &mut OwnConfig).await;
     }
 
     /// Servers before 1.33 do not have them, and nothing else depends on them.
     async fn service_cidrs(self) {
-        let api: Api<DeserializeGuard<ServiceCIDR>> = Api::all(self.client.clone());
+        let api: Api<DeserializeGuard<ServiceCIDR>> = Api::all(self.client(Source::ServiceCidrs));
         let config = watcher::Config::default();
         let mut sink = Cidrs::default();
         self.feed(Source::ServiceCidrs).run(api, config, &mut Seen::default(), &mut sink).await;

@@ -24,8 +24,8 @@ use crate::events::Events;
 use crate::random;
 use crate::state::{SyncState, Watches};
 
-/// An API server that needs longer for one patch counts as failed.
-const PATCH_TIMEOUT: Duration = Duration::from_secs(10);
+/// An API server that needs longer for one patch counts as failed. Longer than the client waits before it turns to another one.
+const PATCH_TIMEOUT: Duration = Duration::from_secs(15);
 /// A watch grows stale without any event, so the status is derived again at least this often.
 const REBUILD: Duration = Duration::from_secs(5);
 /// The operator creates the object; before that, and when we may not write, asking more often changes nothing.

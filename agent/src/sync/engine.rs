@@ -190,7 +190,7 @@ impl<P: Platform> Engine<P> {
         } else if self.schedule.look().is_some_and(|at| at <= now) {
             self.look().await;
         } else if self.schedule.probe().is_some_and(|at| at <= now) {
-            self.probe().await;
+            let _ = self.probe().await;
         }
     }
 

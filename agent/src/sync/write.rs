@@ -20,6 +20,10 @@ const SHOWN_DIFFERENCES: usize = 5;
 impl<P: Platform> Engine<P> {
     /// Writes what is pending.
     pub(super) async fn write(&mut self) {
+        // What failed need not have been a write: with nothing to write, a success would prove nothing.
+        if self.state.consecutive_failures() > 0 && !self.probe().await {
+            return;
+        }
         let Some(running) = self.running.as_mut() else { return };
         let changes = std::mem::take(&mut self.pending);
         self.outside.pulse.beat(true);
@@ -199,16 +203,20 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    /// Finds out whether the kernel could be written, while there is nothing to write.
-    pub(super) async fn probe(&mut self) {
-        let Some(running) = self.running.as_mut() else { return };
+    /// Finds out whether the kernel could be written, without writing anything.
+    pub(super) async fn probe(&mut self) -> bool {
+        let Some(running) = self.running.as_mut() else { return false };
         self.outside.pulse.beat(true);
         let begun = Instant::now();
         match running.dataplane.probe(&running.plan).await {
-            Ok(()) => self.schedule.probed(begun.elapsed()),
+            Ok(()) => {
+                self.schedule.probed(begun.elapsed());
+                true
+            }
             Err(error) => {
                 self.fail(error, false);
                 self.schedule.failed(random::fraction());
+                false
             }
         }
     }

@@ -12,7 +12,7 @@ use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::model::ObjectName;
 use crate::random;
@@ -44,6 +44,7 @@ pub trait Sink<K>: Send {
 }
 
 /// Where one watch reports to.
+#[derive(Clone)]
 pub struct Feed {
     pub source: Source,
     pub inputs: mpsc::Sender<Input>,
@@ -59,6 +60,8 @@ enum Trouble {
     Absent(String),
     /// The server cannot send lists as a stream.
     NoStreaming,
+    /// Where we were is too long ago; the next thing is a new list, and nothing is wrong.
+    Outdated,
     /// The server is away, or anything else that passes.
     Passing(String),
 }
@@ -136,7 +139,12 @@ impl Feed {
                             config.initial_list_strategy = InitialListStrategy::ListWatch;
                             continue 'streams;
                         }
+                        Trouble::Outdated => debug!("{}: listing again", self.source),
                         trouble => {
+                            // Let in and then thrown out again is a new story.
+                            if !self.failing() {
+                                wait = FIRST_WAIT;
+                            }
                             let pause = self.complain(trouble, wait);
                             wait = (wait * 2).min(LONGEST_WAIT);
                             sleep(pause.mul_f64(0.8 + 0.4 * random::fraction())).await;
@@ -167,6 +175,7 @@ impl Feed {
                  agent's service account the verbs list and watch on it",
                 self.source, status.message
             )),
+            410 => Trouble::Outdated,
             404 => Trouble::Absent(format!(
                 "{} cannot be watched: this API server does not have {resource} in the API group {group:?}",
                 self.source
@@ -188,7 +197,7 @@ impl Feed {
             Trouble::Forbidden(text) => (text, true, if optional { ABSENT_WAIT } else { wait }),
             Trouble::Absent(text) => (text, false, if optional { ABSENT_WAIT } else { wait }),
             Trouble::Passing(text) => (text, false, wait),
-            Trouble::NoStreaming => return Duration::ZERO,
+            Trouble::NoStreaming | Trouble::Outdated => return Duration::ZERO,
         };
         let mut news = false;
         self.watches.send_if_modified(|all| {
@@ -208,7 +217,12 @@ impl Feed {
         pause
     }
 
-    fn working(&self, listed: bool) {
+    fn failing(&self) -> bool {
+        self.watches.borrow().0.get(&self.source).is_some_and(|watch| watch.failing.is_some())
+    }
+
+    /// The server has answered; `listed` says that a list is complete.
+    pub fn working(&self, listed: bool) {
         self.watches.send_if_modified(|all| {
             let watch = all.0.entry(self.source).or_default();
             let recovered = watch.failing.take().is_some();
