@@ -36,6 +36,8 @@ pub struct Dataplane {
     families: Vec<IpFamily>,
     /// What is installed, where that is known.
     states: BTreeMap<IpFamily, State>,
+    /// How closely what is read back must match. Not known before it was read back once after a full write.
+    comparisons: BTreeMap<IpFamily, Comparison>,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +50,7 @@ impl Dataplane {
     /// Knows nothing of the kernel yet: the first [`Dataplane::sync`] reads it and writes what differs.
     #[must_use]
     pub fn new(tools: Tools, families: &[IpFamily]) -> Self {
-        Self { tools, families: families.to_vec(), states: BTreeMap::new() }
+        Self { tools, families: families.to_vec(), states: BTreeMap::new(), comparisons: BTreeMap::new() }
     }
 
     /// The tools in use.
@@ -110,7 +112,10 @@ impl Dataplane {
                 runner.settle(&mut state, &mut written).await?;
                 (state, written)
             }
-            None => runner.adopt(plan, node).await?,
+            None => {
+                self.comparisons.remove(&family);
+                runner.adopt(plan, node).await?
+            }
         };
         self.states.insert(family, state);
         Ok(written)
@@ -125,10 +130,37 @@ impl Dataplane {
             let runner = Runner { tools: &self.tools, family: *family, lock_wait: DEFAULT_LOCK_WAIT };
             let read = async { Ok((runner.read("nat").await?, runner.read("filter").await?)) };
             let (nat, filter) = read.await.map_err(|error| failure(*family, &error))?;
-            let differences = match self.states.get(family) {
-                Some(state) => state.compare(&nat, &filter, Comparison::Exact),
-                None => State::of(plan, node, 0).compare(&nat, &filter, Comparison::Exact),
+            let unknown;
+            let state = match self.states.get(family) {
+                Some(state) => state,
+                None => {
+                    unknown = State::of(plan, node, 0);
+                    &unknown
+                }
             };
+            let how = self.comparisons.get(family).copied().unwrap_or(Comparison::Exact);
+            let mut differences = state.compare(&nat, &filter, how);
+            if self.states.contains_key(family) && !self.comparisons.contains_key(family) {
+                // The first look after a full write: what differs now only in words is how this version of the tool prints.
+                let alike = differences.is_empty()
+                    || {
+                        let loose = state.compare(&nat, &filter, Comparison::Shape);
+                        let alike = loose.is_empty();
+                        if alike {
+                            warn!(
+                                ?family,
+                                version = self.tools.version(),
+                                "this version of iptables prints rules in words that are not known; only their number and targets are compared"
+                            );
+                            self.comparisons.insert(*family, Comparison::Shape);
+                            differences = loose;
+                        }
+                        alike
+                    };
+                if alike {
+                    self.comparisons.entry(*family).or_insert(Comparison::Exact);
+                }
+            }
             lines.extend(differences.describe(*family));
         }
         Ok(lines)

@@ -196,6 +196,11 @@ impl State {
                 None => {
                     batch.new_lists.insert(list.chain());
                 }
+                Some(rules) if how == Comparison::Shape => {
+                    if rules.count() == lists.iter().filter(|(of, _)| *of == list).count() {
+                        lists.retain(|(of, _)| *of != list);
+                    }
+                }
                 Some(rules) => {
                     for rule in rules {
                         if !lists.remove(&(list, rule.to_owned())) {
@@ -250,6 +255,11 @@ impl Differences {
         let batch = &self.batch;
         let nat = batch.masquerade.keys().chain(batch.services.iter().flat_map(Chains::keys));
         nat.chain(batch.dispatch.keys()).chain(batch.filter.keys()).chain(&batch.new_lists).copied().collect()
+    }
+
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.describe(IpFamily::IPv4).is_empty()
     }
 
     /// In words, for people. Empty: equal.

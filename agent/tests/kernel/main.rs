@@ -5,6 +5,7 @@
 
 mod lifecycle;
 mod net;
+mod policies;
 mod scale;
 mod services;
 mod world;
