@@ -13,6 +13,7 @@ use std::fmt::Write as _;
 
 use super::names::ChainName;
 use super::render::{Chains, List, Rule};
+use super::sets::SetChanges;
 use super::shared::Jump;
 use super::tools::Flavour;
 
@@ -40,6 +41,8 @@ pub(super) struct Batch {
     pub unlisted: BTreeSet<(List, Rule)>,
     /// In filter: chains to remove.
     pub filter_stale: BTreeSet<ChainName>,
+    /// Members of sets.
+    pub sets: SetChanges,
     /// Ways in to add.
     pub jumps: Vec<Jump>,
     /// Nat before filter: for what filter must go on accepting until nat has changed.

@@ -6,7 +6,7 @@
 //! While the installed state is known, a sync writes only what changed and reads nothing. It is unknown at the start and
 //! after any failure; then a sync reads our chains back and writes what differs. Nothing is flushed, so there is no gap.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -15,8 +15,9 @@ use tracing::{debug, info, warn};
 use super::batch::{Batch, Script, Section};
 use super::names::ChainName;
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
+use super::sets::{self, Set, SetChanges};
 use super::shared::{JUMPS, MARTIAN_RULE};
-use super::state::State;
+use super::state::{Read, State};
 use super::tools::{Flavour, RunError, Tools};
 use crate::kernel::{SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, NodePlan, Plan};
@@ -104,18 +105,15 @@ impl Dataplane {
         // Taken out, so that it stays unknown if the write fails or is cancelled.
         let known =
             self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
-        let (state, written) = match known {
-            Some(mut state) => {
-                let mut written = Written::default();
-                let batch = state.advance(plan, node, changes);
-                runner.write(&batch, &mut written).await?;
-                runner.settle(&mut state, &mut written).await?;
-                (state, written)
-            }
-            None => {
-                self.comparisons.remove(&family);
-                runner.adopt(plan, node).await?
-            }
+        let (state, written) = if let Some(mut state) = known {
+            let mut written = Written::default();
+            let batch = state.advance(plan, node, changes);
+            runner.write(&batch, state.uses_sets(), &mut written).await?;
+            runner.settle(&mut state, &mut written).await?;
+            (state, written)
+        } else {
+            self.comparisons.remove(&family);
+            runner.adopt(plan, node).await?
         };
         self.states.insert(family, state);
         Ok(written)
@@ -128,23 +126,21 @@ impl Dataplane {
         for family in &self.families {
             let Some(node) = plan.node(*family) else { continue };
             let runner = Runner { tools: &self.tools, family: *family, lock_wait: DEFAULT_LOCK_WAIT };
-            let read = async { Ok((runner.read("nat").await?, runner.read("filter").await?)) };
-            let (nat, filter) = read.await.map_err(|error| failure(*family, &error))?;
+            let read = runner.read_all().await.map_err(|error| failure(*family, &error))?;
             let unknown;
-            let state = match self.states.get(family) {
-                Some(state) => state,
-                None => {
-                    unknown = State::of(plan, node, 0);
-                    &unknown
-                }
+            let state = if let Some(state) = self.states.get(family) {
+                state
+            } else {
+                unknown = State::of(plan, node, 0, read.filter.uses_sets());
+                &unknown
             };
             let how = self.comparisons.get(family).copied().unwrap_or(Comparison::Exact);
-            let mut differences = state.compare(&nat, &filter, how);
+            let mut differences = state.compare(&read, how);
             if self.states.contains_key(family) && !self.comparisons.contains_key(family) {
                 // The first look after a full write: what differs now only in words is how this version of the tool prints.
                 let alike = differences.is_empty()
                     || {
-                        let loose = state.compare(&nat, &filter, Comparison::Shape);
+                        let loose = state.compare(&read, Comparison::Shape);
                         let alike = loose.is_empty();
                         if alike {
                             warn!(
@@ -241,41 +237,93 @@ impl Runner<'_> {
         Ok(())
     }
 
-    async fn write(&self, batch: &Batch, written: &mut Written) -> Result<(), Failure> {
+    async fn write(&self, batch: &Batch, use_sets: bool, written: &mut Written) -> Result<(), Failure> {
+        if use_sets {
+            self.change_sets(&batch.sets.before(self.family, false)).await?;
+        }
         for script in batch.scripts(self.tools.flavour()) {
             self.restore(&script).await?;
             written.rules.0 += script.rules.0;
             written.rules.1 += script.rules.1;
         }
+        if use_sets {
+            self.change_sets(&batch.sets.after(self.family)).await?;
+        }
         Ok(())
+    }
+
+    async fn change_sets(&self, input: &str) -> Result<(), Failure> {
+        if !input.is_empty() {
+            self.tools.run("ipset", &["restore", "-exist"], Some(input), SAVE_TIMEOUT).await?;
+        }
+        Ok(())
+    }
+
+    async fn read_all(&self) -> Result<Read, Failure> {
+        let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
+        let mut members = BTreeSet::new();
+        if filter.uses_sets() {
+            for set in Set::ALL {
+                // A set that is not there has no members.
+                let saved =
+                    self.tools.run("ipset", &["save", set.name(self.family)], None, SAVE_TIMEOUT).await;
+                members.extend(sets::parse(&saved.unwrap_or_default(), self.family));
+            }
+        }
+        Ok(Read { nat, filter, members })
+    }
+
+    /// Whether sets can be made and rules can look into them: tried with the sets themselves, which are needed anyway, and a
+    /// chain that nothing leads to.
+    async fn make_sets(&self) -> bool {
+        let probe = async {
+            self.change_sets(&SetChanges::default().before(self.family, true)).await?;
+            let mut section = Section::new("filter");
+            section.chain(ChainName::new(PROBE), &sets::rules(self.family));
+            let mut script = Script::default();
+            section.finish(&mut script);
+            self.restore(&script).await?;
+            let mut section = Section::new("filter");
+            section.remove([&ChainName::new(PROBE)]);
+            let mut script = Script::default();
+            section.finish(&mut script);
+            self.restore(&script).await
+        };
+        match probe.await {
+            Ok(()) => true,
+            Err(error) => {
+                info!(family = ?self.family, %error, "no ipsets: Services without endpoints are refused by one rule each, undefined ports of ClusterIPs not at all");
+                false
+            }
+        }
     }
 
     /// Ends a change of the mark bit, once no packet carries the old one any more.
     async fn settle(&self, state: &mut State, written: &mut Written) -> Result<(), Failure> {
         if state.is_settling() {
             tokio::time::sleep(MARKED_PACKETS_LEAVE).await;
-            self.write(&state.settle(), written).await?;
+            self.write(&state.settle(), state.uses_sets(), written).await?;
         }
         Ok(())
     }
 
     /// Takes over whatever is installed, by us or by kube-proxy: adds and corrects, compares, removes what is left over.
     async fn adopt(&self, plan: &Plan, node: &NodePlan) -> Result<(State, Written), Failure> {
-        let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
-        let accepted = nat.marks("KUBE-MARK-MASQ") | nat.marks("KUBE-POSTROUTING");
-        let mut state = State::of(plan, node, accepted);
-        let found = state.compare(&nat, &filter, Comparison::Exact);
-        let canary = nat.has(CANARY) || filter.has(CANARY);
+        let use_sets = self.make_sets().await;
+        let read = self.read_all().await?;
+        let accepted = read.nat.marks("KUBE-MARK-MASQ") | read.nat.marks("KUBE-POSTROUTING");
+        let mut state = State::of(plan, node, accepted, use_sets);
+        let found = state.compare(&read, Comparison::Exact);
+        let canary = read.nat.has(CANARY) || read.filter.has(CANARY);
         let mut written = Written { full: true, ..Written::default() };
         if node.node_ports.localhost {
-            self.guard_localhost(&filter).await?;
+            self.guard_localhost(&read.filter).await?;
         }
-        drop((nat, filter));
-        self.write(&found.batch, &mut written).await?;
+        drop(read);
+        self.write(&found.batch, use_sets, &mut written).await?;
         self.settle(&mut state, &mut written).await?;
         if !found.stale.is_empty() || !found.filter_stale.is_empty() {
-            let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
-            let left = state.compare(&nat, &filter, Comparison::Shape);
+            let left = state.compare(&self.read_all().await?, Comparison::Shape);
             let wrong = left.chains();
             if !wrong.is_empty() {
                 let names: Vec<&str> = wrong.iter().take(5).map(ChainName::as_str).collect();
@@ -283,7 +331,7 @@ impl Runner<'_> {
             }
             info!(family = ?self.family, chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
             let batch = Batch { stale: left.stale, filter_stale: left.filter_stale, ..Batch::default() };
-            self.write(&batch, &mut written).await?;
+            self.write(&batch, use_sets, &mut written).await?;
             if canary {
                 self.remove_mangle_canary().await;
             }
@@ -332,6 +380,8 @@ impl Runner<'_> {
 }
 
 const CANARY: &str = "KUBE-PROXY-CANARY";
+/// A chain for trying out rules; nothing leads to it.
+const PROBE: &str = "KUBE-NP-PROBE";
 const GUARD: &str = "KUBE-FIREWALL";
 
 /// Removes everything of ours in both families: the ways in first, then the chains. Touches nothing else; what is not
@@ -379,8 +429,15 @@ async fn remove_family(runner: &Runner<'_>) -> Result<(), Failure> {
         } else {
             batch.filter_stale = chains;
         }
-        runner.write(&batch, &mut Written::default()).await?;
+        runner.write(&batch, false, &mut Written::default()).await?;
     }
     runner.remove_mangle_canary().await;
+    for set in Set::ALL {
+        let name = set.name(runner.family);
+        // One that is not there, or no tool to remove it with, is no error.
+        if let Err(error) = runner.tools.run("ipset", &["destroy", name], None, SAVE_TIMEOUT).await {
+            debug!(set = name, %error, "set not removed");
+        }
+    }
     Ok(())
 }

@@ -10,6 +10,7 @@ mod dataplane;
 mod names;
 mod render;
 mod saved;
+mod sets;
 mod shared;
 mod state;
 mod tools;

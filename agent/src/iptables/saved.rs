@@ -70,6 +70,14 @@ impl Saved {
         }
     }
 
+    /// Whether our rules look into sets.
+    pub(super) fn uses_sets(&self) -> bool {
+        self.rules("KUBE-EXTERNAL-SERVICES")
+            .into_iter()
+            .flatten()
+            .any(|rule| rule.contains("--match-set POINTSMAN-"))
+    }
+
     /// Whether there is such a chain.
     pub(super) fn has(&self, chain: &str) -> bool {
         self.chains.contains_key(chain)
@@ -148,13 +156,14 @@ pub(super) fn ours_in_nat(name: &str) -> bool {
 
 /// Whether a chain of the filter table is ours or kube-proxy's, by its name. KUBE-FIREWALL is kubelet's.
 pub(super) fn ours_in_filter(name: &str) -> bool {
-    const NAMES: [&str; 7] = [
+    const NAMES: [&str; 8] = [
         "KUBE-SERVICES",
         "KUBE-EXTERNAL-SERVICES",
         "KUBE-NODEPORTS",
         "KUBE-FORWARD",
         "KUBE-PROXY-FIREWALL",
         "KUBE-NP-WITHOUT-ENDPOINT",
+        "KUBE-NP-PROBE",
         "KUBE-PROXY-CANARY",
     ];
     NAMES.contains(&name)

@@ -20,6 +20,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::names::ChainName;
 use super::render::{Capture, Chains, List, MARK_FOREIGN, MARK_MASQ, Rule, commented, from_local_pods, host};
+use super::sets;
 use super::tree::{Block, Bounded, Contents, Touched, Tree};
 use crate::model::Protocol;
 use crate::plan::NodePlan;
@@ -295,9 +296,15 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    /// The frame of a node. `accepted` holds every mark bit that is masqueraded: more than the one that is set while it
+    /// The frame of a node. With `use_sets`, sets say what is refused, otherwise rules. `accepted` holds every mark bit that is masqueraded: more than the one that is set while it
     /// changes.
-    pub(super) fn new(node: &NodePlan, mark: u32, accepted: u32, dispatch: &Dispatch) -> Self {
+    pub(super) fn new(
+        node: &NodePlan,
+        mark: u32,
+        accepted: u32,
+        dispatch: &Dispatch,
+        use_sets: bool,
+    ) -> Self {
         let accepted = accepted | mark;
         let mut masquerade = Chains::from([
             (ChainName::new(MARK_MASQ), vec![format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")]),
@@ -310,12 +317,21 @@ impl Frame {
             masquerade.insert(ChainName::new(MARK_FOREIGN), rules);
         }
         let comment = "kubernetes service nodeports without endpoints";
-        let listed = to_node(node, comment, List::NodePortsWithoutEndpoint.chain().as_str());
+        let to_node_ports = to_node(node, comment, List::NodePortsWithoutEndpoint.chain().as_str());
+        let mut filter = Chains::from([(ChainName::new("KUBE-FORWARD"), forward(node, accepted))]);
+        let mut listed = BTreeSet::new();
+        if use_sets {
+            let mut rules = sets::rules(node.family);
+            rules.extend(to_node_ports);
+            filter.insert(List::ExternalServices.chain(), rules);
+        } else {
+            listed.extend(to_node_ports.into_iter().map(|rule| (List::ExternalServices, rule)));
+        }
         Self {
             masquerade,
             entrance: Chains::from([(ChainName::new("KUBE-SERVICES"), dispatch.entrance(node))]),
-            filter: Chains::from([(ChainName::new("KUBE-FORWARD"), forward(node, accepted))]),
-            listed: listed.into_iter().map(|rule| (List::ExternalServices, rule)).collect(),
+            filter,
+            listed,
         }
     }
 

@@ -5,6 +5,7 @@
 //! needed, so that one change costs what that Service costs and memory stays small.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -13,6 +14,7 @@ use super::batch::Batch;
 use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
+use super::sets::{self, Element, SetChanges};
 use super::shared::{Dispatch, DispatchTouched, Frame, JUMPS};
 use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
 
@@ -24,10 +26,25 @@ pub(super) struct State {
     accepted: u32,
     ports: BTreeMap<PortId, Arc<PortPlan>>,
     dispatch: Dispatch,
+    /// Whether sets say what is refused; otherwise rules do.
+    use_sets: bool,
+    /// ClusterIPs, with the number of Service ports at each.
+    cluster_ips: BTreeMap<IpAddr, usize>,
     /// Rules in the chains of Service ports.
     port_rules: usize,
     /// Rules that Service ports add to the lists.
     listed_rules: usize,
+}
+
+/// What was read back.
+#[derive(Debug, Default)]
+pub(super) struct Read {
+    /// Table nat.
+    pub nat: Saved,
+    /// Table filter.
+    pub filter: Saved,
+    /// Members of our sets.
+    pub members: BTreeSet<Element>,
 }
 
 /// Where the kernel differs from a state.
@@ -43,12 +60,14 @@ pub(super) struct Differences {
 
 impl State {
     /// The state that a plan asks for. `accepted` are mark bits that must go on being masqueraded.
-    pub(super) fn of(plan: &Plan, node: &NodePlan, accepted: u32) -> Self {
+    pub(super) fn of(plan: &Plan, node: &NodePlan, accepted: u32, use_sets: bool) -> Self {
         let mut state = Self {
             node: node.clone(),
             accepted: accepted | node.mark,
             ports: plan.ports(node.family).map(|(id, port)| (id.clone(), port.clone())).collect(),
             dispatch: Dispatch::new(node),
+            use_sets,
+            cluster_ips: BTreeMap::new(),
             port_rules: 0,
             listed_rules: 0,
         };
@@ -56,7 +75,10 @@ impl State {
         for (id, port) in &state.ports {
             let rendered = render(id, port, node);
             state.port_rules += count(&rendered.chains);
-            state.listed_rules += rendered.listed.len() + rendered.refusals.len();
+            state.listed_rules += listed(&rendered, node.family, use_sets).len();
+            if let Some(address) = port.cluster_ip {
+                *state.cluster_ips.entry(address).or_default() += 1;
+            }
         }
         state
     }
@@ -71,7 +93,7 @@ impl State {
     }
 
     fn frame(&self) -> Frame {
-        Frame::new(&self.node, self.node.mark, self.accepted, &self.dispatch)
+        Frame::new(&self.node, self.node.mark, self.accepted, &self.dispatch, self.use_sets)
     }
 
     /// Follows the plan; returns what must change in the kernel.
@@ -88,6 +110,7 @@ impl State {
         }
         let mut batch = Batch::default();
         let (mut gone, mut caught) = (BTreeSet::new(), BTreeMap::new());
+        let mut at_cluster_ip = Vec::new();
         for id in ids {
             let old = self.ports.remove(id);
             let new = plan.port(id).cloned();
@@ -95,11 +118,21 @@ impl State {
                 port.as_ref().map(|port| render(id, port, node)).unwrap_or_default()
             };
             let (before, after) = (rendered(&old, &old_node), rendered(&new, node));
+            for (port, comes) in [(&old, false), (&new, true)] {
+                if let Some(address) = port.as_ref().and_then(|port| port.cluster_ip) {
+                    at_cluster_ip.push((address, comes));
+                }
+            }
             if let Some(new) = new {
                 self.ports.insert(id.clone(), new);
             }
+            if self.use_sets {
+                batch.sets.removed.extend(before.refusals.iter().filter_map(sets::element));
+                batch.sets.added.extend(after.refusals.iter().filter_map(sets::element));
+            }
             self.port_rules = self.port_rules + count(&after.chains) - count(&before.chains);
-            let (removed, added) = (listed(&before, node.family), listed(&after, node.family));
+            let (removed, added) =
+                (listed(&before, node.family, self.use_sets), listed(&after, node.family, self.use_sets));
             self.listed_rules = self.listed_rules + added.len() - removed.len();
             batch.unlisted.extend(removed);
             batch.listed.extend(added);
@@ -107,6 +140,7 @@ impl State {
             caught.extend(after.captures);
             batch.services.push(differing(&before.chains, after.chains, &mut batch.stale));
         }
+        self.count_cluster_ips(at_cluster_ip, &mut batch.sets);
         let both: Vec<_> = batch.listed.intersection(&batch.unlisted).cloned().collect();
         for rule in both {
             batch.listed.remove(&rule);
@@ -125,6 +159,34 @@ impl State {
         }
         self.reframe(&before, &mut batch);
         batch
+    }
+
+    fn count_cluster_ips(&mut self, changes: Vec<(IpAddr, bool)>, sets: &mut SetChanges) {
+        for (address, comes) in changes {
+            let count = self.cluster_ips.entry(address).or_default();
+            match (comes, *count) {
+                (true, 0) => {
+                    *count = 1;
+                    sets.added.insert(sets::cluster_ip(address));
+                }
+                (true, _) => *count += 1,
+                (false, 0 | 1) => {
+                    self.cluster_ips.remove(&address);
+                    sets.removed.insert(sets::cluster_ip(address));
+                }
+                (false, _) => *count -= 1,
+            }
+        }
+        if self.use_sets {
+            sets.settle();
+        } else {
+            *sets = SetChanges::default();
+        }
+    }
+
+    /// Whether sets say what is refused.
+    pub(super) fn uses_sets(&self) -> bool {
+        self.use_sets
     }
 
     /// Whether NodePorts answer on 127.0.0.1.
@@ -156,8 +218,10 @@ impl State {
     }
 
     /// Compares with what was read back.
-    pub(super) fn compare(&self, nat: &Saved, filter: &Saved, how: Comparison) -> Differences {
+    pub(super) fn compare(&self, read: &Read, how: Comparison) -> Differences {
+        let Read { nat, filter, members } = read;
         let mut batch = Batch::default();
+        let mut elements = BTreeSet::new();
         let mut stale = nat.ours(ours_in_nat);
         let mut missing = |chains: Chains| -> Chains {
             let wanted = chains.into_iter();
@@ -173,11 +237,17 @@ impl State {
         let mut lists = frame.listed;
         for (id, port) in &self.ports {
             let rendered = render(id, port, &self.node);
-            lists.extend(listed(&rendered, self.node.family));
+            lists.extend(listed(&rendered, self.node.family, self.use_sets));
+            elements.extend(rendered.refusals.iter().filter_map(sets::element));
             let chains = missing(rendered.chains);
             if !chains.is_empty() {
                 batch.services.push(chains);
             }
+        }
+        if self.use_sets {
+            elements.extend(self.cluster_ips.keys().map(|address| sets::cluster_ip(*address)));
+            batch.sets.added = elements.difference(members).cloned().collect();
+            batch.sets.removed = members.difference(&elements).cloned().collect();
         }
         batch.dispatch = missing(frame.entrance);
         batch.dispatch.extend(missing(self.dispatch.chains()));
@@ -190,7 +260,8 @@ impl State {
             filter_stale.remove(name);
             !filter.holds(*name, rules, how)
         });
-        for list in List::ALL {
+        let lists_only = |list: &List| !(self.use_sets && *list == List::ExternalServices);
+        for list in List::ALL.into_iter().filter(lists_only) {
             filter_stale.remove(&list.chain());
             match filter.rules(list.chain().as_str()) {
                 None => {
@@ -237,9 +308,10 @@ fn count(chains: &Chains) -> usize {
     chains.values().map(Vec::len).sum()
 }
 
-/// What a Service port adds to the lists.
-fn listed(rendered: &Rendered, family: IpFamily) -> BTreeSet<(List, Rule)> {
-    let refusals = rendered.refusals.iter().map(|refusal| (refusal.list, refusal.rule(family)));
+/// What a Service port adds to the lists. What is a member of a set is in none.
+fn listed(rendered: &Rendered, family: IpFamily, use_sets: bool) -> BTreeSet<(List, Rule)> {
+    let refusals = rendered.refusals.iter().filter(|refusal| !use_sets || sets::element(refusal).is_none());
+    let refusals = refusals.map(|refusal| (refusal.list, refusal.rule(family)));
     rendered.listed.iter().cloned().chain(refusals).collect()
 }
 
@@ -275,6 +347,11 @@ impl Differences {
                 format!("{family:?} filter chain {}: {what}: {rule}", list.chain())
             };
             lines.extend(rules.iter().map(line));
+        }
+        for (members, what) in [(&batch.sets.added, "missing"), (&batch.sets.removed, "not ours")] {
+            lines.extend(
+                members.iter().map(|(set, member)| format!("set {}: {what}: {member}", set.name(family))),
+            );
         }
         for jump in &batch.jumps {
             lines.push(format!("{family:?} {} chain {}: no way to {}", jump.table, jump.from, jump.to));

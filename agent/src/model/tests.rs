@@ -2,6 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
+#[allow(clippy::needless_pass_by_value, reason = "called with json!")]
 fn service(name: &str, spec: Value) -> Change {
     let object = json!({"metadata": {"namespace": "ns", "name": name}, "spec": spec});
     Change::ServiceApplied(Box::new(serde_json::from_value(object).unwrap()))

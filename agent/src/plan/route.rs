@@ -47,6 +47,9 @@ pub enum Verdict {
     Untouched,
     /// It goes to one of these.
     Forward(Vec<Hop>),
+    /// It is for a port that a ClusterIP does not have: rejected where that costs no rule per Service, otherwise
+    /// untouched (CIP-6, CIP-7).
+    Undefined,
     /// The sender is told that nobody is there.
     Reject,
     /// It vanishes.
@@ -77,6 +80,9 @@ impl Plan {
         }
         match ports().find(|(_, port)| port.node_port == Some(packet.port)) {
             Some((_, port)) if answers(node, packet) => external(port, node, packet),
+            _ if self.ports(node.family).any(|(_, port)| port.cluster_ip == Some(packet.destination)) => {
+                Verdict::Undefined
+            }
             _ => Verdict::Untouched,
         }
     }

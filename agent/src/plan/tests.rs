@@ -170,7 +170,8 @@ fn eps(list: &[&str]) -> Value {
 #[test]
 fn top_1_to_13_hints_are_followed_only_if_everybody_has_them() {
     let all_zones = ["L 1 rs z=a", "R 2 rs z=b", "R 3 rs z=a", "R 4 rs z=b,a"];
-    let cases: [(&str, Option<&str>, &[&str], &[u8]); 11] = [
+    type Case<'a> = (&'a str, Option<&'a str>, &'a [&'a str], &'a [u8]);
+    let cases: [Case<'_>; 11] = [
         ("1 and 10: same zone, also of several", Some("a"), &all_zones, &[1, 3, 4]),
         ("4: node without zone", None, &all_zones, &[1, 2, 3, 4]),
         ("6: nobody in the zone", Some("c"), &all_zones, &[1, 2, 3, 4]),
@@ -314,7 +315,7 @@ fn etp_8_without_local_endpoint_only_pods_and_the_node_pass() {
 fn cip_2_a_hairpin_is_masqueraded() {
     let world = World::new(&internal_only("Cluster"), &eps(&["L 99 rs"]));
     assert_eq!(world.route(Pod, CLUSTER_IP, 80), "99 masq");
-    assert_eq!(world.route(Pod, CLUSTER_IP, 81), "Untouched");
+    assert_eq!(world.route(Pod, CLUSTER_IP, 81), "Undefined");
 }
 
 #[test]

@@ -61,6 +61,25 @@ fn mq_s1_every_client_reaches_every_endpoint_at_every_frontend() {
 }
 
 #[test]
+fn cip_6_7_a_port_that_a_cluster_ip_does_not_have_is_refused() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = World::new(&lab, flavour);
+        world.service("web", web_spec());
+        world.endpoints("web", &[POD_A]);
+        world.settle();
+        for v6 in [false, true] {
+            for client in [CLIENT, POD_B] {
+                assert_eq!(lab.udp(client, (web(v6), 80)), Answer::Refused, "{flavour} UDP to a TCP port");
+                assert_eq!(lab.udp(client, (web(v6), 99)), Answer::Refused);
+            }
+        }
+        let stranger = lab.udp(CLIENT, (ip("10.96.0.81"), 80));
+        assert_eq!(stranger, Answer::Nothing, "CIP-8: an address of no Service is routed");
+    }
+}
+
+#[test]
 fn cip_2_an_endpoint_reaches_itself() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };

@@ -10,7 +10,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use proptest::prelude::*;
 
 use super::saved::{Comparison, Saved};
-use super::state::State;
+use super::state::{Read, State};
 use super::tools::Flavour;
 use crate::model::Model;
 use crate::plan::{Changes, Plan, Verdict};
@@ -28,7 +28,7 @@ struct World {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(use_sets: bool) -> Self {
         let mut world = Self {
             model: Model::new(),
             plan: Plan::new(config(), &FAMILIES),
@@ -39,7 +39,7 @@ impl World {
             world.apply(change);
         }
         for family in FAMILIES {
-            let (state, tables) = adopt(&world.plan, family, Tables::new());
+            let (state, tables) = adopt(&world.plan, family, Tables::new(), use_sets);
             world.installed.insert(family, (state, tables));
         }
         world.pending = Changes::default();
@@ -57,9 +57,9 @@ impl World {
         for (family, (state, tables)) in &mut self.installed {
             let node = self.plan.node(*family).unwrap();
             let batch = state.advance(&self.plan, node, &changes);
-            write(&batch, tables);
+            write(&batch, *family, tables);
             if state.is_settling() {
-                write(&state.settle(), tables);
+                write(&state.settle(), *family, tables);
             }
         }
     }
@@ -67,8 +67,7 @@ impl World {
     /// The tables hold exactly what a plan from scratch asks for.
     fn check(&self) {
         for (family, (state, tables)) in &self.installed {
-            let (nat, filter) = read(tables);
-            let differences = state.compare(&nat, &filter, Comparison::Exact);
+            let differences = state.compare(&read(tables, *family), Comparison::Exact);
             assert_eq!(differences.describe(*family), Vec::<String>::new());
             let rules =
                 |table: &str| tables.save(table).lines().filter(|line| line.starts_with("-A")).count();
@@ -78,37 +77,48 @@ impl World {
     }
 }
 
-fn read(tables: &Tables) -> (Saved, Saved) {
-    (Saved::parse(tables.save("nat")), Saved::parse(tables.save("filter")))
+fn read(tables: &Tables, family: IpFamily) -> Read {
+    Read {
+        nat: Saved::parse(tables.save("nat")),
+        filter: Saved::parse(tables.save("filter")),
+        members: super::sets::parse(&tables.save_sets(), family),
+    }
 }
 
-fn write(batch: &super::batch::Batch, tables: &mut Tables) {
+fn write(batch: &super::batch::Batch, family: IpFamily, tables: &mut Tables) {
+    tables.restore_sets(&batch.sets.before(family, false));
     for script in batch.scripts(Flavour::Nft) {
         tables.restore(&script.text).unwrap();
     }
+    tables.restore_sets(&batch.sets.after(family));
 }
 
 /// What the agent does at its start.
-fn adopt(plan: &Plan, family: IpFamily, mut tables: Tables) -> (State, Tables) {
-    let (nat, filter) = read(&tables);
-    let accepted = nat.marks("KUBE-MARK-MASQ") | nat.marks("KUBE-POSTROUTING");
-    let mut state = State::of(plan, plan.node(family).unwrap(), accepted);
-    let found = state.compare(&nat, &filter, Comparison::Exact);
-    write(&found.batch, &mut tables);
-    if state.is_settling() {
-        write(&state.settle(), &mut tables);
+fn adopt(plan: &Plan, family: IpFamily, mut tables: Tables, use_sets: bool) -> (State, Tables) {
+    if use_sets {
+        tables.restore_sets(&super::sets::SetChanges::default().before(family, true));
     }
-    let (nat, filter) = read(&tables);
-    let left = state.compare(&nat, &filter, Comparison::Shape);
+    let found = read(&tables, family);
+    let accepted = found.nat.marks("KUBE-MARK-MASQ") | found.nat.marks("KUBE-POSTROUTING");
+    let mut state = State::of(plan, plan.node(family).unwrap(), accepted, use_sets);
+    let found = state.compare(&found, Comparison::Exact);
+    write(&found.batch, family, &mut tables);
+    if state.is_settling() {
+        write(&state.settle(), family, &mut tables);
+    }
+    let left = state.compare(&read(&tables, family), Comparison::Shape);
     assert_eq!(left.chains(), []);
     let batch =
         super::batch::Batch { stale: left.stale, filter_stale: left.filter_stale, ..Default::default() };
-    write(&batch, &mut tables);
+    write(&batch, family, &mut tables);
     (state, tables)
 }
 
-fn sorted(verdict: Verdict) -> Verdict {
+/// What the tables can do of what the plan says.
+fn expected(verdict: Verdict, use_sets: bool) -> Verdict {
     match verdict {
+        Verdict::Undefined if use_sets => Verdict::Reject,
+        Verdict::Undefined => Verdict::Untouched,
         Verdict::Forward(mut hops) => {
             hops.sort();
             hops.dedup();
@@ -125,8 +135,9 @@ proptest! {
     fn tables_follow_any_changes_and_packets_end_where_the_plan_says(
         seeds in proptest::collection::vec((any::<u64>(), prop::bool::weighted(0.2)), 1..160),
         packets in proptest::collection::vec(any::<u64>(), 200),
+        use_sets in any::<bool>(),
     ) {
-        let mut world = World::new();
+        let mut world = World::new(use_sets);
         for (seed, sync) in seeds {
             if seed % 50 == 0 {
                 let changes = world.plan.configure(random_config(&mut Dice::new(seed)), &world.model);
@@ -144,7 +155,7 @@ proptest! {
             let packet = any_packet(seed);
             let family = crate::model::family_of(packet.destination);
             let walked = world.installed[&family].1.walk(&packet);
-            prop_assert_eq!(walked, sorted(world.plan.route(&packet)), "{:?}", packet);
+            prop_assert_eq!(walked, expected(world.plan.route(&packet), use_sets), "{:?}", packet);
         }
     }
 
@@ -154,8 +165,9 @@ proptest! {
         after in proptest::collection::vec(any::<u64>(), 0..60),
         damage in proptest::collection::vec(any::<u64>(), 0..20),
         reconfigure in any::<Option<u64>>(),
+        sets in any::<(bool, bool)>(),
     ) {
-        let mut world = World::new();
+        let mut world = World::new(sets.0);
         for seed in before {
             world.apply(change(seed));
         }
@@ -171,9 +183,8 @@ proptest! {
             for seed in &damage {
                 tables.damage(&mut Dice::new(*seed));
             }
-            let (state, tables) = adopt(&world.plan, family, tables);
-            let (nat, filter) = read(&tables);
-            let differences = state.compare(&nat, &filter, Comparison::Exact);
+            let (state, tables) = adopt(&world.plan, family, tables, sets.1);
+            let differences = state.compare(&read(&tables, family), Comparison::Exact);
             prop_assert_eq!(differences.describe(family), Vec::<String>::new());
         }
     }

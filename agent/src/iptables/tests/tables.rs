@@ -1,6 +1,7 @@
 //! A kernel for tests: tables that restore scripts change, as strict as the real one, and packets that walk them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
@@ -15,6 +16,8 @@ type Table = BTreeMap<String, Vec<String>>;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tables {
     tables: BTreeMap<String, Table>,
+    /// Members of ipsets, by the set's name.
+    sets: BTreeMap<String, BTreeSet<String>>,
 }
 
 const VERDICTS: [&str; 7] = ["ACCEPT", "DROP", "REJECT", "RETURN", "MARK", "MASQUERADE", "DNAT"];
@@ -27,6 +30,7 @@ impl Tables {
                 ("nat".to_owned(), table(&["PREROUTING", "INPUT", "OUTPUT", "POSTROUTING"])),
                 ("filter".to_owned(), table(&["INPUT", "FORWARD", "OUTPUT"])),
             ]),
+            sets: BTreeMap::new(),
         }
     }
 
@@ -38,14 +42,41 @@ impl Tables {
     pub fn save(&self, name: &str) -> String {
         let mut text = format!("*{name}\n");
         for chain in self.tables[name].keys() {
-            text += &format!(":{chain} - [0:0]\n");
+            let _ = writeln!(text, ":{chain} - [0:0]");
         }
         for (chain, rules) in &self.tables[name] {
             for rule in rules {
-                text += &format!("-A {chain} {rule}\n");
+                let _ = writeln!(text, "-A {chain} {rule}");
             }
         }
         text + "COMMIT\n"
+    }
+
+    /// What `ipset save` prints.
+    pub fn save_sets(&self) -> String {
+        let members =
+            self.sets.iter().flat_map(|(name, members)| members.iter().map(move |member| (name, member)));
+        members.map(|(name, member)| format!("add {name} {member}\n")).collect()
+    }
+
+    /// What `ipset restore -exist` does.
+    pub fn restore_sets(&mut self, script: &str) {
+        for line in script.lines() {
+            let words: Vec<&str> = line.split(' ').collect();
+            match words[0] {
+                "create" => {
+                    self.sets.entry(words[1].to_owned()).or_default();
+                }
+                "add" => assert!(
+                    self.sets.get_mut(words[1]).unwrap().insert(words[2].to_owned()),
+                    "{line}: it is there"
+                ),
+                "del" => {
+                    assert!(self.sets.get_mut(words[1]).unwrap().remove(words[2]), "{line}: it is not there")
+                }
+                other => panic!("{other}"),
+            }
+        }
     }
 
     /// What `iptables-restore --noflush` does. Each table as a whole or not at all.
@@ -153,7 +184,7 @@ impl Tables {
             let words = words(rule);
             let mut next = Vec::new();
             for mark in marks {
-                let found = matches(&words, packet, mark);
+                let found = self.matches(&words, packet, mark);
                 if found != Match::Yes {
                     next.push(mark);
                 }
@@ -177,8 +208,8 @@ impl Tables {
                         ends.push((End::Dnat(to.parse().unwrap()), mark));
                     }
                     "MARK" => {
-                        let (value, mask) = pair(&option("--set-xmark").unwrap());
-                        next.push((mark & !mask) ^ value);
+                        let (value, bits) = pair(&option("--set-xmark").unwrap());
+                        next.push((mark & !bits) ^ value);
                     }
                     to => {
                         for (end, mark) in self.chain(table, to, packet, mark) {
@@ -199,6 +230,22 @@ impl Tables {
         ends.sort();
         ends.dedup();
         ends
+    }
+
+    fn matches(&self, words: &[String], packet: &Packet, mark: u32) -> Match {
+        let mut rest = words.to_vec();
+        if let Some(at) = rest.iter().position(|word| word == "--match-set") {
+            let (protocol, port) = (packet.protocol.lower(), packet.port);
+            let member = match rest[at + 2].as_str() {
+                "dst" => packet.destination.to_string(),
+                _ => format!("{},{protocol}:{port}", packet.destination),
+            };
+            if !self.sets[&rest[at + 1]].contains(&member) {
+                return Match::No;
+            }
+            rest.drain(at..at + 3);
+        }
+        matches(&rest, packet, mark)
     }
 
     /// The longest way down from a built-in chain, in chains.
@@ -280,8 +327,8 @@ fn matches(words: &[String], packet: &Packet, mark: u32) -> Match {
             "--dst-type" => value() == "LOCAL" && packet.destination_is_local,
             "--ctstate" => value() == "NEW",
             "--mark" => {
-                let (value, mask) = pair(value());
-                mark & mask == value
+                let (wanted, bits) = pair(value());
+                mark & bits == wanted
             }
             "--probability" => {
                 assert!((0.0..1.0).contains(&value().parse::<f64>().unwrap()));
