@@ -167,10 +167,12 @@ fn eps(list: &[&str]) -> Value {
     list.iter().map(|text| ep(text)).collect()
 }
 
+/// What is tried, the node's zone, endpoints, the last bytes of those that are used.
+type Case<'a> = (&'a str, Option<&'a str>, &'a [&'a str], &'a [u8]);
+
 #[test]
 fn top_1_to_13_hints_are_followed_only_if_everybody_has_them() {
     let all_zones = ["L 1 rs z=a", "R 2 rs z=b", "R 3 rs z=a", "R 4 rs z=b,a"];
-    type Case<'a> = (&'a str, Option<&'a str>, &'a [&'a str], &'a [u8]);
     let cases: [Case<'_>; 11] = [
         ("1 and 10: same zone, also of several", Some("a"), &all_zones, &[1, 3, 4]),
         ("4: node without zone", None, &all_zones, &[1, 2, 3, 4]),

@@ -13,11 +13,11 @@ fn service(world: &mut World, number: usize) {
     world.service(
         &format!("s{number}"),
         json!({
-            "type": if number % 5 == 0 { "NodePort" } else { "ClusterIP" },
+            "type": if number.is_multiple_of(5) { "NodePort" } else { "ClusterIP" },
             "clusterIPs": [format!("10.96.{high}.{low}"), format!("fd00:10:96::{high:x}:{low:x}")],
             "ports": [{
                 "name": "web", "protocol": "TCP", "port": 80,
-                "nodePort": if number % 5 == 0 { 30_000 + number / 5 } else { 0 },
+                "nodePort": if number.is_multiple_of(5) { 30_000 + number / 5 } else { 0 },
             }],
         }),
     );

@@ -90,8 +90,9 @@ impl World {
         self.pending.merge(changes);
     }
 
+    #[allow(clippy::needless_pass_by_value, reason = "called with json!")]
     pub fn service(&mut self, name: &str, spec: Value) {
-        self.apply(Change::ServiceApplied(Box::new(service(name, spec))));
+        self.apply(Change::ServiceApplied(Box::new(service(name, &spec))));
     }
 
     pub fn delete_service(&mut self, name: &str) {
@@ -108,11 +109,11 @@ impl World {
                     json!({"addresses": [net::address(pod, v6)], "nodeName": node})
                 })
                 .collect();
-            self.slice(service, v6, json!(endpoints), 8080);
+            self.slice(service, v6, &endpoints, 8080);
         }
     }
 
-    pub fn slice(&mut self, service: &str, v6: bool, endpoints: Value, port: u16) {
+    fn slice(&mut self, service: &str, v6: bool, endpoints: &[Value], port: u16) {
         let family = if v6 { "IPv6" } else { "IPv4" };
         let slice = json!({
             "metadata": {
@@ -153,7 +154,7 @@ impl World {
     }
 }
 
-pub fn service(name: &str, spec: Value) -> k8s_openapi::api::core::v1::Service {
+fn service(name: &str, spec: &Value) -> k8s_openapi::api::core::v1::Service {
     let mut object = json!({"metadata": {"namespace": "ns", "name": name}, "spec": spec});
     if let Some(status) = object["spec"].as_object_mut().unwrap().remove("status") {
         object["status"] = status;

@@ -54,9 +54,13 @@ impl Tables {
 
     /// What `ipset save` prints.
     pub fn save_sets(&self) -> String {
-        let members =
-            self.sets.iter().flat_map(|(name, members)| members.iter().map(move |member| (name, member)));
-        members.map(|(name, member)| format!("add {name} {member}\n")).collect()
+        let mut text = String::new();
+        for (name, members) in &self.sets {
+            for member in members {
+                let _ = writeln!(text, "add {name} {member}");
+            }
+        }
+        text
     }
 
     /// What `ipset restore -exist` does.
@@ -72,7 +76,7 @@ impl Tables {
                     "{line}: it is there"
                 ),
                 "del" => {
-                    assert!(self.sets.get_mut(words[1]).unwrap().remove(words[2]), "{line}: it is not there")
+                    assert!(self.sets.get_mut(words[1]).unwrap().remove(words[2]), "{line}: it is not there");
                 }
                 other => panic!("{other}"),
             }
