@@ -22,7 +22,7 @@ use thiserror::Error;
 use tokio::time::timeout;
 use tower::retry::RetryLayer;
 use tower::{BoxError, Service, ServiceBuilder};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 /// Where a pod finds its token and the cluster's certificate authority.
 pub const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -214,11 +214,14 @@ struct Target {
 struct Failover {
     targets: Arc<[Target]>,
     current: Arc<AtomicUsize>,
+    /// The one that answered last.
+    answered: Arc<AtomicUsize>,
 }
 
 impl Failover {
     fn new(targets: Vec<Target>) -> Self {
-        Self { targets: targets.into(), current: Arc::default() }
+        let answered = Arc::new(AtomicUsize::new(usize::MAX));
+        Self { targets: targets.into(), current: Arc::default(), answered }
     }
 
     fn into_client(self) -> Client {
@@ -232,12 +235,8 @@ impl Failover {
         }
         let next = (failed + 1) % self.targets.len();
         if self.current.compare_exchange(failed, next, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            info!(
-                from = self.targets[failed].endpoint,
-                to = self.targets[next].endpoint,
-                why,
-                "switching to another API server"
-            );
+            let (from, to) = (&self.targets[failed].endpoint, &self.targets[next].endpoint);
+            debug!(from, to, why, "trying another API server");
         }
     }
 }
@@ -259,6 +258,9 @@ impl Service<Request<Body>> for Failover {
             let patience = if request.method().is_safe() { READ_ANSWER } else { WRITE_ANSWER };
             match timeout(patience, this.targets[index].client.send(request)).await {
                 Ok(Ok(response)) => {
+                    if this.answered.swap(index, Ordering::Relaxed) != index {
+                        info!(endpoint = this.targets[index].endpoint, "using this API server");
+                    }
                     // A server that is shutting down still answers, and says so.
                     if response.status() == StatusCode::SERVICE_UNAVAILABLE {
                         this.leave(index, "503 Service Unavailable");
