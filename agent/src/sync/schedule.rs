@@ -114,3 +114,17 @@ impl Schedule {
         self.next_look = self.drift.map(|interval| Instant::now() + interval);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In real time, because paused time hides it: the first write is due now, not at the moment of the next question.
+    #[test]
+    fn the_first_write_is_due_at_once_and_stays_due() {
+        let schedule = Schedule::default();
+        let now = Instant::now();
+        assert!(schedule.write(true).is_some_and(|due| due <= now));
+        assert_eq!(schedule.write(false), None);
+    }
+}

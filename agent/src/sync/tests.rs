@@ -1,247 +1,19 @@
 //! The loop against a kernel that fails on cue, in paused time.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex};
+mod rig;
+
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Service;
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::jiff::Timestamp;
-use pointsman_crds::NodeProxyConfiguration;
-use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{DriftPolicy, Mode};
-use serde_json::json;
-use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep};
 
 use super::*;
-use crate::config::checkpoint::Checkpoint;
 use crate::config::tests::{candidate, sample};
-use crate::config::{Candidate, Tampering};
-use crate::health::Pulse;
 use crate::kernel::SyncFailure;
-use crate::metrics::Metrics;
 use crate::model::ObjectName;
-use crate::state::{Compatibility, SyncState};
-
-/// What the fake kernel was asked to do.
-#[derive(Clone, Debug)]
-struct Write {
-    at: Instant,
-    ports: usize,
-    services: usize,
-    masquerade_bit: u8,
-    ok: bool,
-}
-
-/// What the fake kernel does and has done.
-#[derive(Default)]
-struct Script {
-    writes: Vec<Write>,
-    /// The outcomes of the next writes; success when empty.
-    failures: VecDeque<SyncFailure>,
-    /// Everything fails until told otherwise.
-    broken: Option<SyncFailure>,
-    /// Answers of the next reads; no difference when empty.
-    differences: VecDeque<Vec<String>>,
-    reads: usize,
-    /// When the kernel was written or probed.
-    attempts: Vec<Instant>,
-    takes: Duration,
-    opened: usize,
-    retired: usize,
-    refuse: Option<Rejection>,
-    needs_full: bool,
-}
-
-type Shared = Arc<Mutex<Script>>;
-
-struct Fake(Shared);
-
-impl Dataplane for Fake {
-    async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
-        let (takes, failure) = {
-            let mut script = self.0.lock().unwrap();
-            let failure = script.failures.pop_front().or(script.broken);
-            script.attempts.push(Instant::now());
-            script.writes.push(Write {
-                at: Instant::now(),
-                ports: changes.ports.len(),
-                services: plan.services(),
-                masquerade_bit: plan.config().masquerade.bit,
-                ok: failure.is_none(),
-            });
-            (script.takes, failure)
-        };
-        sleep(takes).await;
-        let mut script = self.0.lock().unwrap();
-        if let Some(failure) = failure {
-            script.needs_full = true;
-            return (Synced::default(), vec![error(failure)]);
-        }
-        let full = std::mem::take(&mut script.needs_full);
-        let rules = BTreeMap::from([((IpFamily::IPv4, "nat"), plan.services())]);
-        (Synced { full, rules, ..Synced::default() }, Vec::new())
-    }
-
-    async fn verify(&mut self, _: &Plan) -> Result<Vec<String>, SyncError> {
-        let mut script = self.0.lock().unwrap();
-        script.reads += 1;
-        if let Some(failure) = script.broken {
-            return Err(error(failure));
-        }
-        Ok(script.differences.pop_front().unwrap_or_default())
-    }
-
-    fn distrust(&mut self) {
-        self.0.lock().unwrap().needs_full = true;
-    }
-
-    async fn probe(&mut self, _: &Plan) -> Result<(), SyncError> {
-        let mut script = self.0.lock().unwrap();
-        script.attempts.push(Instant::now());
-        script.broken.map_or(Ok(()), |failure| Err(error(failure)))
-    }
-}
-
-struct FakePlatform(Shared);
-
-impl Platform for FakePlatform {
-    type Dataplane = Fake;
-
-    async fn open(
-        &mut self,
-        config: &NodeProxyConfiguration,
-        _: &NodeFacts,
-    ) -> Result<Opened<Fake>, Rejection> {
-        let mut script = self.0.lock().unwrap();
-        script.opened += 1;
-        script.needs_full = true;
-        if let Some(rejection) = script.refuse.clone() {
-            return Err(rejection);
-        }
-        Ok(Opened {
-            dataplane: Fake(Arc::clone(&self.0)),
-            mode: config.mode,
-            fallback: None,
-            families: vec![IpFamily::IPv4],
-            iptables_version: Some("v1.8.9 (nf_tables)".to_owned()),
-        })
-    }
-
-    async fn retire(&mut self, _: Fake, _: &Fake) {
-        self.0.lock().unwrap().retired += 1;
-    }
-}
-
-fn error(failure: SyncFailure) -> SyncError {
-    SyncError { family: IpFamily::IPv4, failure, message: "as told".to_owned() }
-}
-
-/// A running loop.
-struct Rig {
-    script: Shared,
-    inputs: mpsc::Sender<Input>,
-    state: watch::Receiver<SyncState>,
-    metrics: Arc<Metrics>,
-    stop: Option<oneshot::Sender<()>>,
-    engine: tokio::task::JoinHandle<()>,
-    _disk: tempfile::TempDir,
-    checkpoint: Checkpoint,
-}
-
-fn rig_with(checkpointed: Option<Candidate>) -> Rig {
-    let disk = tempfile::tempdir().unwrap();
-    let checkpoint = Checkpoint::new(disk.path());
-    let script = Shared::default();
-    let (state, receiver) = watch::channel(SyncState::new(Timestamp::UNIX_EPOCH));
-    let metrics = Arc::new(Metrics::default());
-    let outside = Outside {
-        state,
-        metrics: Arc::clone(&metrics),
-        pulse: Arc::new(Pulse::default()),
-        checkpoint: Some(checkpoint.clone()),
-    };
-    let (inputs, queue) = mpsc::channel(QUEUE);
-    let (stop, stopped) = oneshot::channel();
-    let engine = Engine::new(FakePlatform(Arc::clone(&script)), outside, checkpointed);
-    let engine = tokio::spawn(engine.run(queue, stopped));
-    Rig { script, inputs, state: receiver, metrics, stop: Some(stop), engine, _disk: disk, checkpoint }
-}
-
-fn rig() -> Rig {
-    rig_with(None)
-}
-
-impl Rig {
-    async fn tell(&self, input: Input) {
-        self.inputs.send(input).await.unwrap();
-    }
-
-    async fn config(&self, candidate: Candidate) {
-        self.assess(Some(candidate.revision.clone()), Ok(candidate)).await;
-    }
-
-    async fn assess(&self, assigned: Option<String>, outcome: Result<Candidate, Rejection>) {
-        let assessment = Assessment { assigned, outcome, tampering: Tampering::None };
-        self.tell(Input::Config(Box::new(assessment))).await;
-        self.tell(Input::Listed(Source::NodeConfig)).await;
-    }
-
-    async fn service(&self, name: &str) {
-        self.tell(Input::Change(Change::ServiceApplied(Box::new(service(name))))).await;
-    }
-
-    /// Everything that is needed, so that the loop writes.
-    async fn begin(&self) {
-        self.tell(Input::Change(Change::Node(NodeFacts::default()))).await;
-        for source in [Source::Services, Source::EndpointSlices, Source::Node] {
-            self.tell(Input::Listed(source)).await;
-        }
-        self.config(candidate("default", sample())).await;
-        self.settle().await;
-    }
-
-    /// Lets everything happen that is due now.
-    async fn settle(&self) {
-        sleep(Duration::from_millis(1)).await;
-    }
-
-    fn writes(&self) -> Vec<Write> {
-        self.script.lock().unwrap().writes.clone()
-    }
-
-    fn now(&self) -> SyncState {
-        self.state.borrow().clone()
-    }
-}
-
-fn service(name: &str) -> Service {
-    let last = name.bytes().map(u32::from).sum::<u32>() % 250 + 1;
-    serde_json::from_value(json!({
-        "metadata": {"namespace": "shop", "name": name},
-        "spec": {
-            "type": "ClusterIP", "clusterIP": format!("10.96.0.{last}"),
-            "clusterIPs": [format!("10.96.0.{last}")],
-            "ports": [{"port": 80, "protocol": "TCP", "targetPort": 8080}],
-        },
-    }))
-    .unwrap()
-}
-
-fn slice(service: &str, caused: Timestamp) -> EndpointSlice {
-    serde_json::from_value(json!({
-        "metadata": {
-            "namespace": "shop", "name": format!("{service}-x"),
-            "labels": {"kubernetes.io/service-name": service},
-            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": caused.to_string()},
-        },
-        "addressType": "IPv4",
-        "ports": [{"name": "", "port": 8080, "protocol": "TCP"}],
-        "endpoints": [{"addresses": ["10.1.0.1"], "conditions": {"ready": true}}],
-    }))
-    .unwrap()
-}
+use crate::state::Compatibility;
+use rig::{rig, rig_with, slice};
 
 #[tokio::test(start_paused = true)]
 async fn syn_1_nothing_is_written_before_every_list_is_in() {
@@ -366,7 +138,7 @@ async fn a_kernel_that_cannot_be_written_shows_without_any_change() {
     sleep(Duration::from_secs(6)).await;
     assert_eq!(rig.now().error().map(|error| error.failure), Some(SyncFailure::LockTimeout));
     let writes = rig.writes().len();
-    sleep(Duration::from_secs(60)).await;
+    sleep(Duration::from_mins(1)).await;
     assert!(rig.now().error().is_some(), "with nothing to write, no write can succeed");
     assert_eq!(rig.writes().len(), writes);
     rig.script.lock().unwrap().broken = None;

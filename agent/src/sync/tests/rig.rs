@@ -1,0 +1,244 @@
+//! A sync loop with a kernel that does as it is told.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::jiff::Timestamp;
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::proxy_node_status::IpFamily;
+use serde_json::json;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep};
+
+use crate::config::checkpoint::Checkpoint;
+use crate::config::tests::{candidate, sample};
+use crate::config::{Assessment, Candidate, Rejection, Tampering};
+use crate::health::Pulse;
+use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::metrics::Metrics;
+use crate::model::{Change, NodeFacts};
+use crate::plan::{Changes, Plan};
+use crate::state::{Source, SyncState};
+use crate::sync::{Dataplane, Engine, Input, Opened, Outside, Platform, QUEUE};
+
+/// What the fake kernel was asked to do.
+#[derive(Clone, Debug)]
+pub struct Write {
+    pub at: Instant,
+    pub ports: usize,
+    pub services: usize,
+    pub masquerade_bit: u8,
+    pub ok: bool,
+}
+
+/// What the fake kernel does and has done.
+#[derive(Default)]
+pub struct Script {
+    pub writes: Vec<Write>,
+    /// The outcomes of the next writes; success when empty.
+    pub failures: VecDeque<SyncFailure>,
+    /// Everything fails until told otherwise.
+    pub broken: Option<SyncFailure>,
+    /// Answers of the next reads; no difference when empty.
+    pub differences: VecDeque<Vec<String>>,
+    pub reads: usize,
+    /// When the kernel was written or probed.
+    pub attempts: Vec<Instant>,
+    pub takes: Duration,
+    pub opened: usize,
+    pub retired: usize,
+    pub refuse: Option<Rejection>,
+    pub needs_full: bool,
+}
+
+pub type Shared = Arc<Mutex<Script>>;
+
+pub struct Fake(Shared);
+
+impl Dataplane for Fake {
+    async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
+        let (takes, failure) = {
+            let mut script = self.0.lock().unwrap();
+            let failure = script.failures.pop_front().or(script.broken);
+            script.attempts.push(Instant::now());
+            script.writes.push(Write {
+                at: Instant::now(),
+                ports: changes.ports.len(),
+                services: plan.services(),
+                masquerade_bit: plan.config().masquerade.bit,
+                ok: failure.is_none(),
+            });
+            (script.takes, failure)
+        };
+        sleep(takes).await;
+        let mut script = self.0.lock().unwrap();
+        if let Some(failure) = failure {
+            script.needs_full = true;
+            return (Synced::default(), vec![error(failure)]);
+        }
+        let full = std::mem::take(&mut script.needs_full);
+        let rules = BTreeMap::from([((IpFamily::IPv4, "nat"), plan.services())]);
+        (Synced { full, rules, ..Synced::default() }, Vec::new())
+    }
+
+    async fn verify(&mut self, _: &Plan) -> Result<Vec<String>, SyncError> {
+        let mut script = self.0.lock().unwrap();
+        script.reads += 1;
+        if let Some(failure) = script.broken {
+            return Err(error(failure));
+        }
+        Ok(script.differences.pop_front().unwrap_or_default())
+    }
+
+    fn distrust(&mut self) {
+        self.0.lock().unwrap().needs_full = true;
+    }
+
+    async fn probe(&mut self, _: &Plan) -> Result<(), SyncError> {
+        let mut script = self.0.lock().unwrap();
+        script.attempts.push(Instant::now());
+        script.broken.map_or(Ok(()), |failure| Err(error(failure)))
+    }
+}
+
+pub struct FakePlatform(Shared);
+
+impl Platform for FakePlatform {
+    type Dataplane = Fake;
+
+    async fn open(
+        &mut self,
+        config: &NodeProxyConfiguration,
+        _: &NodeFacts,
+    ) -> Result<Opened<Fake>, Rejection> {
+        let mut script = self.0.lock().unwrap();
+        script.opened += 1;
+        script.needs_full = true;
+        if let Some(rejection) = script.refuse.clone() {
+            return Err(rejection);
+        }
+        Ok(Opened {
+            dataplane: Fake(Arc::clone(&self.0)),
+            mode: config.mode,
+            fallback: None,
+            families: vec![IpFamily::IPv4],
+            iptables_version: Some("v1.8.9 (nf_tables)".to_owned()),
+        })
+    }
+
+    async fn retire(&mut self, _: Fake, _: &Fake) {
+        self.0.lock().unwrap().retired += 1;
+    }
+}
+
+pub fn error(failure: SyncFailure) -> SyncError {
+    SyncError { family: IpFamily::IPv4, failure, message: "as told".to_owned() }
+}
+
+/// A running loop.
+pub struct Rig {
+    pub script: Shared,
+    pub inputs: mpsc::Sender<Input>,
+    pub state: watch::Receiver<SyncState>,
+    pub metrics: Arc<Metrics>,
+    pub stop: Option<oneshot::Sender<()>>,
+    pub engine: tokio::task::JoinHandle<()>,
+    pub _disk: tempfile::TempDir,
+    pub checkpoint: Checkpoint,
+}
+
+pub fn rig_with(checkpointed: Option<Candidate>) -> Rig {
+    let disk = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::new(disk.path());
+    let script = Shared::default();
+    let (state, receiver) = watch::channel(SyncState::new(Timestamp::UNIX_EPOCH));
+    let metrics = Arc::new(Metrics::default());
+    let outside = Outside {
+        state,
+        metrics: Arc::clone(&metrics),
+        pulse: Arc::new(Pulse::default()),
+        checkpoint: Some(checkpoint.clone()),
+    };
+    let (inputs, queue) = mpsc::channel(QUEUE);
+    let (stop, stopped) = oneshot::channel();
+    let engine = Engine::new(FakePlatform(Arc::clone(&script)), outside, checkpointed);
+    let engine = tokio::spawn(engine.run(queue, stopped));
+    Rig { script, inputs, state: receiver, metrics, stop: Some(stop), engine, _disk: disk, checkpoint }
+}
+
+pub fn rig() -> Rig {
+    rig_with(None)
+}
+
+impl Rig {
+    pub async fn tell(&self, input: Input) {
+        self.inputs.send(input).await.unwrap();
+    }
+
+    pub async fn config(&self, candidate: Candidate) {
+        self.assess(Some(candidate.revision.clone()), Ok(candidate)).await;
+    }
+
+    pub async fn assess(&self, assigned: Option<String>, outcome: Result<Candidate, Rejection>) {
+        let assessment = Assessment { assigned, outcome, tampering: Tampering::None };
+        self.tell(Input::Config(Box::new(assessment))).await;
+        self.tell(Input::Listed(Source::NodeConfig)).await;
+    }
+
+    pub async fn service(&self, name: &str) {
+        self.tell(Input::Change(Change::ServiceApplied(Box::new(service(name))))).await;
+    }
+
+    /// Everything that is needed, so that the loop writes.
+    pub async fn begin(&self) {
+        self.tell(Input::Change(Change::Node(NodeFacts::default()))).await;
+        for source in [Source::Services, Source::EndpointSlices, Source::Node] {
+            self.tell(Input::Listed(source)).await;
+        }
+        self.config(candidate("default", sample())).await;
+        self.settle().await;
+    }
+
+    /// Lets everything happen that is due now.
+    pub async fn settle(&self) {
+        sleep(Duration::from_millis(1)).await;
+    }
+
+    pub fn writes(&self) -> Vec<Write> {
+        self.script.lock().unwrap().writes.clone()
+    }
+
+    pub fn now(&self) -> SyncState {
+        self.state.borrow().clone()
+    }
+}
+
+pub fn service(name: &str) -> Service {
+    let last = name.bytes().map(u32::from).sum::<u32>() % 250 + 1;
+    serde_json::from_value(json!({
+        "metadata": {"namespace": "shop", "name": name},
+        "spec": {
+            "type": "ClusterIP", "clusterIP": format!("10.96.0.{last}"),
+            "clusterIPs": [format!("10.96.0.{last}")],
+            "ports": [{"port": 80, "protocol": "TCP", "targetPort": 8080}],
+        },
+    }))
+    .unwrap()
+}
+
+pub fn slice(service: &str, caused: Timestamp) -> EndpointSlice {
+    serde_json::from_value(json!({
+        "metadata": {
+            "namespace": "shop", "name": format!("{service}-x"),
+            "labels": {"kubernetes.io/service-name": service},
+            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": caused.to_string()},
+        },
+        "addressType": "IPv4",
+        "ports": [{"name": "", "port": 8080, "protocol": "TCP"}],
+        "endpoints": [{"addresses": ["10.1.0.1"], "conditions": {"ready": true}}],
+    }))
+    .unwrap()
+}
