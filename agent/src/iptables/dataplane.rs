@@ -195,15 +195,18 @@ enum Failure {
 }
 
 fn failure(family: IpFamily, error: &Failure) -> SyncError {
-    let failure = match &error {
+    SyncError { family, failure: classify(error), message: error.to_string() }
+}
+
+fn classify(error: &Failure) -> SyncFailure {
+    match error {
         Failure::Run(RunError::Start { .. }) => SyncFailure::ToolMissing,
         Failure::Run(RunError::Failed { message, .. }) if message.contains("xtables lock") => {
             SyncFailure::LockTimeout
         }
         Failure::Run(RunError::Failed { .. }) | Failure::ReadBack(_) => SyncFailure::RestoreFailed,
         Failure::Run(RunError::Timeout { .. }) | Failure::Incompatible { .. } => SyncFailure::SyncFailed,
-    };
-    SyncError { family, failure, message: error.to_string() }
+    }
 }
 
 impl Runner<'_> {
@@ -275,7 +278,7 @@ impl Runner<'_> {
 
     /// Whether sets can be made and rules can look into them: tried with the sets themselves, which are needed anyway, and a
     /// chain that nothing leads to.
-    async fn make_sets(&self) -> bool {
+    async fn make_sets(&self) -> Result<bool, Failure> {
         let probe = async {
             self.change_sets(&SetChanges::default().before(self.family, true)).await?;
             let mut section = Section::new("filter");
@@ -290,10 +293,12 @@ impl Runner<'_> {
             self.restore(&script).await
         };
         match probe.await {
-            Ok(()) => true,
+            Ok(()) => Ok(true),
+            // That says nothing about sets.
+            Err(error) if classify(&error) == SyncFailure::LockTimeout => Err(error),
             Err(error) => {
                 info!(family = ?self.family, %error, "no ipsets: Services without endpoints are refused by one rule each, undefined ports of ClusterIPs not at all");
-                false
+                Ok(false)
             }
         }
     }
@@ -309,7 +314,7 @@ impl Runner<'_> {
 
     /// Takes over whatever is installed, by us or by kube-proxy: adds and corrects, compares, removes what is left over.
     async fn adopt(&self, plan: &Plan, node: &NodePlan) -> Result<(State, Written), Failure> {
-        let use_sets = self.make_sets().await;
+        let use_sets = self.make_sets().await?;
         let read = self.read_all().await?;
         let accepted = read.nat.marks("KUBE-MARK-MASQ") | read.nat.marks("KUBE-POSTROUTING");
         let mut state = State::of(plan, node, accepted, use_sets);
