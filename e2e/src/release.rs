@@ -135,7 +135,8 @@ pub async fn build(part: Part, tag: &str, profile: &str) -> Result<PathBuf> {
 async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let package = part.binary();
-    let mut build = command(cargo, ["build", "--release", "--locked", "--message-format=json", "--package"]);
+    let mut build =
+        command(cargo, ["build", "--profile", profile, "--locked", "--message-format=json", "--package"]);
     eprintln!("  compiling {package} with the profile {profile} (minutes the first time)");
     let messages = output(build.args([&package, "--bin", &package]).current_dir(repository())).await?;
     // Cargo says where the binary is: CARGO_TARGET_DIR and the user's configuration may move it.
