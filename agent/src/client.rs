@@ -158,6 +158,8 @@ fn in_pod(directory: &Path, endpoint: Uri) -> Result<Config, ClientError> {
     let authority = directory.join("ca.crt");
     if authority.exists() {
         config.root_cert_file = Some(authority);
+        // Without it kube also loads the system's authorities, of which the agent's image has none, and fails.
+        config.root_cert = Some(Vec::new());
     }
     Ok(config)
 }
@@ -305,6 +307,16 @@ mod tests {
 
     async fn ask(client: &Client) -> Result<String, kube::Error> {
         client.request_text(Request::get("/version").body(Vec::new()).unwrap()).await
+    }
+
+    #[test]
+    fn a_pod_trusts_the_authority_next_to_its_token_and_no_other() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("token"), "t").unwrap();
+        std::fs::write(directory.path().join("ca.crt"), "").unwrap();
+        let config = in_pod(directory.path(), "https://192.0.2.1:6443".parse().unwrap()).unwrap();
+        assert_eq!(config.root_cert_file, Some(directory.path().join("ca.crt")));
+        assert_eq!(config.root_cert, Some(Vec::new()), "the system's authorities would be loaded too");
     }
 
     #[tokio::test]
