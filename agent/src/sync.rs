@@ -72,8 +72,13 @@ pub trait Platform: Send + 'static {
         node: &NodeFacts,
     ) -> impl Future<Output = Result<Opened<Self::Dataplane>, Rejection>> + Send;
 
-    /// Removes what `old` has written and `new` has not, after `new` was read back.
-    fn retire(&mut self, old: Self::Dataplane, new: &Self::Dataplane) -> impl Future<Output = ()> + Send;
+    /// Removes what `old` has written and `new` has not, after `new` was read back. Until that succeeds, packets may meet
+    /// what `old` left, so an error counts as a failed write.
+    fn retire(
+        &mut self,
+        old: &Self::Dataplane,
+        new: &Self::Dataplane,
+    ) -> impl Future<Output = Result<(), SyncError>> + Send;
 }
 
 /// What [`Platform::open`] found.
@@ -81,6 +86,9 @@ pub trait Platform: Send + 'static {
 pub struct Opened<D> {
     /// Writes the kernel.
     pub dataplane: D,
+    /// What an earlier process, or another proxy, has left elsewhere in the kernel: to be retired once `dataplane` was
+    /// read back.
+    pub leftovers: Vec<D>,
     /// The mode it runs in.
     pub mode: Mode,
     /// Why it is not the mode of first choice.

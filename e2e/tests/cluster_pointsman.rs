@@ -34,7 +34,7 @@ const NAMESPACE: &str = "trials";
 const NODE: &str = "node2";
 /// How long a dead component stays dead.
 const DEAD: Duration = Duration::from_secs(20);
-const PATIENCE: Duration = Duration::from_mins(1);
+const PATIENCE: Duration = Duration::from_mins(2);
 /// Within this a status must say that the kernel cannot be written.
 const NOTICED: Duration = Duration::from_secs(15);
 
@@ -290,7 +290,8 @@ async fn nonsense_is_skipped_and_the_others_served(cluster: &Cluster) -> Result<
 async fn in_agent(cluster: &Cluster, words: &[&str]) -> Result<()> {
     let pid = cluster.pod_pid(SYSTEM_NAMESPACE, &agent_pod(cluster, NODE).await?).await?;
     let status = tokio::process::Command::new("nsenter")
-        .arg(format!("--mount=/proc/{pid}/ns/mnt"))
+        // With its process namespace, as umount looks itself up in the container's /proc.
+        .args(["--target", &pid.to_string(), "--mount", "--pid"])
         .args(words)
         .status()
         .await
@@ -349,8 +350,24 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     noticed?;
     all_ready(cluster, PATIENCE).await?;
     traffic.finish().await?;
+    // Back to the other flavour, with the agent killed in the middle: nothing of the legacy one may be left.
     cluster.kubectl(&["delete", "pxc", "legacy"]).await?;
-    all_ready(cluster, PATIENCE).await
+    let pod = agent_pod(cluster, NODE).await?;
+    eventually(PATIENCE, "the agent at work in both flavours", async || {
+        let rules = cluster.node(NODE)?.exec(&["iptables-nft-save", "-t", "nat"]).await?;
+        ensure!(rules.contains("KUBE-SERVICES"), "not yet");
+        Ok(())
+    })
+    .await?;
+    kill_pod_process(cluster, &pod).await?;
+    eventually(PATIENCE, "node2 on the base, with one flavour", async || {
+        let node = node_state(cluster, NODE).await?;
+        ensure!(node.is_ready_with_assigned() && node.active.starts_with("default-"), "{node:?}");
+        let rules = cluster.node(NODE)?.exec(&["iptables-legacy-save"]).await?;
+        ensure!(!rules.contains("KUBE-"), "rules of the legacy flavour are left:\n{rules}");
+        Ok(())
+    })
+    .await
 }
 
 async fn a_killed_agent_loses_nothing(cluster: &Cluster) -> Result<()> {

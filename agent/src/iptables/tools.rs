@@ -182,6 +182,22 @@ impl Tools {
         score
     }
 
+    /// The tools of the other flavour, if its tables hold chains of a service proxy: rules in both would both apply.
+    pub async fn other_flavour_in_use(&self) -> Option<Self> {
+        let other = match self.flavour {
+            Flavour::Nft => Flavour::Legacy,
+            Flavour::Legacy => Flavour::Nft,
+        };
+        let tools = Self::find(other, &self.options).await.ok()?;
+        for family in [IpFamily::IPv4, IpFamily::IPv6] {
+            let saved = tools.run(&tools.command(family, "-save"), &[], None, READ_TIMEOUT).await;
+            if saved.unwrap_or_default().lines().any(|line| line.starts_with(":KUBE-SERVICES ")) {
+                return Some(tools);
+            }
+        }
+        None
+    }
+
     /// Which flavour.
     #[must_use]
     pub fn flavour(&self) -> Flavour {

@@ -373,9 +373,9 @@ impl<P: Platform> Engine<P> {
         let mut plan = Plan::new(target.config.clone(), &opened.families);
         let everything = Dirty { everything: true, ..Dirty::default() };
         let changes = plan.update(&self.model, everything);
-        let mut retiring = Vec::new();
+        let mut retiring = opened.leftovers;
         if let Some(before) = self.running.take() {
-            retiring = before.retiring;
+            retiring.extend(before.retiring);
             retiring.push(before.dataplane);
         }
         self.running = Some(Running {

@@ -7,7 +7,7 @@ use std::path::Path;
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{IpFamilyPolicy, Mode};
-use tracing::{info, warn};
+use tracing::info;
 
 use super::{Opened, Platform};
 use crate::config::Rejection;
@@ -38,21 +38,28 @@ impl Platform for Node {
             .map_err(|error| Rejection { reason: "ToolMissing", message: error.to_string() })?;
         info!(version = tools.version(), "iptables tools found");
         let iptables_version = Some(tools.version().to_owned());
+        // A process that was killed while it changed the flavour has left its rules, and nobody else would remove them.
+        let leftovers = tools.other_flavour_in_use().await;
+        let leftovers =
+            leftovers.into_iter().map(|other| iptables::Dataplane::new(other, &families)).collect();
         let dataplane = iptables::Dataplane::new(tools, &families);
-        Ok(Opened { dataplane, mode, fallback, families, iptables_version })
+        Ok(Opened { dataplane, leftovers, mode, fallback, families, iptables_version })
     }
 
-    async fn retire(&mut self, old: Self::Dataplane, new: &Self::Dataplane) {
-        if old.tools().flavour() == new.tools().flavour() {
+    async fn retire(&mut self, old: &Self::Dataplane, new: &Self::Dataplane) -> Result<(), SyncError> {
+        let flavour = old.tools().flavour();
+        if flavour == new.tools().flavour() {
             // The same chains: the new set-up has taken them over.
-            return;
+            return Ok(());
         }
-        info!(flavour = %old.tools().flavour(), "removing the rules of the other flavour");
-        if let Err(error) = iptables::cleanup(old.tools()).await {
-            warn!(
-                "rules of the other iptables flavour are left behind: {error}; run `pointsman-agent cleanup`"
-            );
-        }
+        info!(%flavour, "removing the rules of the other flavour");
+        iptables::cleanup(old.tools()).await.map_err(|error| SyncError {
+            message: format!(
+                "the rules of the {flavour} flavour cannot be removed, and packets may meet them: {}",
+                error.message
+            ),
+            ..error
+        })
     }
 }
 

@@ -308,6 +308,20 @@ async fn stopping_waits_for_a_write_and_undoes_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_killed_agent_left_elsewhere_is_removed_before_the_node_is_ready() {
+    let rig = rig();
+    {
+        let mut script = rig.script.lock().unwrap();
+        (script.leftovers, script.stuck) = (1, 1);
+    }
+    rig.begin().await;
+    assert!(rig.now().config.active.is_none(), "packets may still meet the leftovers");
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(rig.script.lock().unwrap().retired, 1, "it tries again");
+    assert!(rig.now().config.active.is_some() && rig.now().verified);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_deleted_service_is_taken_out_and_counted() {
     let rig = rig();
     rig.begin().await;

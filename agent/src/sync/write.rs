@@ -113,8 +113,9 @@ impl<P: Platform> Engine<P> {
         self.state.verified = true;
         self.state.drift.differs = false;
         self.state.drift.error = None;
-        self.activate().await;
-        self.retire().await;
+        if self.retire().await {
+            self.activate().await;
+        }
     }
 
     /// Reads the kernel. A failure counts as a failed write: nobody knows what it holds.
@@ -164,11 +165,18 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    async fn retire(&mut self) {
-        let Some(running) = self.running.as_mut() else { return };
-        for old in std::mem::take(&mut running.retiring) {
-            self.platform.retire(old, &running.dataplane).await;
+    /// Removes what earlier set-ups have written. Returns whether nothing of it is left.
+    async fn retire(&mut self) -> bool {
+        let Some(running) = self.running.as_mut() else { return false };
+        while let Some(old) = running.retiring.pop() {
+            if let Err(error) = self.platform.retire(&old, &running.dataplane).await {
+                running.retiring.push(old);
+                self.fail(error, true);
+                self.schedule.failed(random::fraction());
+                return false;
+            }
         }
+        true
     }
 
     /// Looks for foreign changes, and repairs them if it may.

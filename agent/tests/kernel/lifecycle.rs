@@ -195,6 +195,25 @@ fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
 }
 
 #[test]
+fn rules_of_the_other_flavour_are_found_and_removed_alone() {
+    for (flavour, other) in [(BOTH[0], BOTH[1]), (BOTH[1], BOTH[0])] {
+        let Some(lab) = Lab::new() else { return };
+        let in_use = || block_on(tools(&lab, flavour).other_flavour_in_use());
+        assert!(in_use().is_none());
+        // An agent was killed while it changed the flavour: both hold the rules.
+        loaded(&lab, other).settle();
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        let left = in_use().expect("the other flavour holds rules");
+        assert_eq!(left.flavour(), other);
+        block_on(cleanup(&left)).unwrap();
+        assert!(in_use().is_none());
+        assert_eq!(world.differences(), Vec::<String>::new(), "the rules in use are as they were");
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    }
+}
+
+#[test]
 fn syn_8_a_failed_write_is_read_back_and_repaired() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };

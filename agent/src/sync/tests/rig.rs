@@ -50,6 +50,10 @@ pub struct Script {
     pub takes: Duration,
     pub opened: usize,
     pub retired: usize,
+    /// How often retiring fails from now on.
+    pub stuck: usize,
+    /// How many leftovers the next opening finds.
+    pub leftovers: usize,
     pub refuse: Option<Rejection>,
     pub needs_full: bool,
 }
@@ -122,6 +126,9 @@ impl Platform for FakePlatform {
         }
         Ok(Opened {
             dataplane: Fake(Arc::clone(&self.0)),
+            leftovers: (0..std::mem::take(&mut script.leftovers))
+                .map(|_| Fake(Arc::clone(&self.0)))
+                .collect(),
             mode: config.mode,
             fallback: None,
             families: vec![IpFamily::IPv4],
@@ -129,8 +136,14 @@ impl Platform for FakePlatform {
         })
     }
 
-    async fn retire(&mut self, _: Fake, _: &Fake) {
-        self.0.lock().unwrap().retired += 1;
+    async fn retire(&mut self, _: &Fake, _: &Fake) -> Result<(), SyncError> {
+        let mut script = self.0.lock().unwrap();
+        if script.stuck > 0 {
+            script.stuck -= 1;
+            return Err(error(SyncFailure::LockTimeout));
+        }
+        script.retired += 1;
+        Ok(())
     }
 }
 
