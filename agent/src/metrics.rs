@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::proxy_node_status::IpFamily;
 
+use crate::conntrack::Report;
 use crate::kernel::{SyncFailure, Synced};
 use crate::state::{SyncState, Watches};
 
@@ -88,6 +89,8 @@ pub struct Metrics {
     full_duration: Durations,
     partial_duration: Durations,
     programming: Durations,
+    flows_duration: Durations,
+    flows_deleted: Family<ByFamily, Counter>,
     last_sync: Family<ByFamily, FloatGauge>,
     last_queued: Family<ByFamily, FloatGauge>,
     service_pending: Gauge,
@@ -132,6 +135,8 @@ impl Default for Metrics {
             full_duration: Family::new_with_constructor(sync_histogram),
             partial_duration: Family::new_with_constructor(sync_histogram),
             programming: Family::new_with_constructor(programming_histogram),
+            flows_duration: Family::new_with_constructor(sync_histogram),
+            flows_deleted: Family::default(),
             last_sync: Family::default(),
             last_queued: Family::default(),
             service_pending: Gauge::default(),
@@ -187,6 +192,16 @@ impl Metrics {
             "network_programming_duration_seconds",
             "Time from a change of endpoints in the API to the kernel",
             self.programming.clone(),
+        );
+        to.register(
+            "conntrack_reconciler_sync_duration_seconds",
+            "Duration of one run over the connection tracking entries",
+            self.flows_duration.clone(),
+        );
+        to.register(
+            "conntrack_reconciler_deleted_entries",
+            "Connection tracking entries deleted because their endpoints are gone",
+            self.flows_deleted.clone(),
         );
         to.register(
             "sync_proxy_rules_last_timestamp_seconds",
@@ -326,6 +341,13 @@ impl Metrics {
         for &family in families {
             self.programming.get_or_create(&by_family(family)).observe(latency.as_secs_f64());
         }
+    }
+
+    /// Flows to endpoints that are gone were ended.
+    pub fn flows_ended(&self, report: &Report) {
+        let label = by_family(report.family);
+        self.flows_duration.get_or_create(&label).observe(report.duration.as_secs_f64());
+        self.flows_deleted.get_or_create(&label).inc_by(report.deleted);
     }
 
     /// `/healthz` answered.

@@ -9,6 +9,7 @@
 //! [`node::Node`] is the real one.
 
 mod engine;
+mod flows;
 mod latency;
 pub mod node;
 mod schedule;
@@ -19,6 +20,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::Mode;
 
 use crate::config::{Assessment, Rejection};
+use crate::conntrack::{Job, Report};
 use crate::kernel::{SyncError, Synced};
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
@@ -79,6 +81,9 @@ pub trait Platform: Send + 'static {
         old: &Self::Dataplane,
         new: &Self::Dataplane,
     ) -> impl Future<Output = Result<(), SyncError>> + Send;
+
+    /// Deletes the connection tracking entries that contradict what frontends lead to; an error says why not.
+    fn end_stale_flows(&mut self, job: &Job) -> impl Future<Output = Result<Report, String>> + Send;
 }
 
 /// What [`Platform::open`] found.

@@ -350,9 +350,11 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     noticed?;
     all_ready(cluster, PATIENCE).await?;
     traffic.finish().await?;
-    // Back to the other flavour, with the agent killed in the middle: nothing of the legacy one may be left.
-    cluster.kubectl(&["delete", "pxc", "legacy"]).await?;
+    // To the other flavour, with the agent killed in the middle: nothing of the legacy one may be left. (Without a layer
+    // the agent would stay with the flavour that it finds in use.)
     let pod = agent_pod(cluster, NODE).await?;
+    let change = json!({"spec": {"proxy": {"iptables": {"backend": "NFT"}}}}).to_string();
+    cluster.kubectl(&["patch", "pxc", "legacy", "--type=merge", "-p", &change]).await?;
     eventually(PATIENCE, "the agent at work in both flavours", async || {
         let rules = cluster.node(NODE)?.exec(&["iptables-nft-save", "-t", "nat"]).await?;
         ensure!(rules.contains("KUBE-SERVICES"), "not yet");
@@ -360,6 +362,7 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     })
     .await?;
     kill_pod_process(cluster, &pod).await?;
+    cluster.kubectl(&["delete", "pxc", "legacy"]).await?;
     eventually(PATIENCE, "node2 on the base, with one flavour", async || {
         let node = node_state(cluster, NODE).await?;
         ensure!(node.is_ready_with_assigned() && node.active.starts_with("default-"), "{node:?}");

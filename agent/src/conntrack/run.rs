@@ -42,7 +42,9 @@ pub struct Report {
 }
 
 impl Report {
-    pub(super) fn new(family: IpFamily) -> Self {
+    /// A run that found nothing.
+    #[must_use]
+    pub fn new(family: IpFamily) -> Self {
         Self {
             family,
             entries: 0,

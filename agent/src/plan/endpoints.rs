@@ -19,6 +19,8 @@ pub(super) struct Categories {
     pub local: Vec<Backend>,
     /// Whether anybody answers anywhere. Without it a packet is rejected, with it policy Local drops.
     pub any: bool,
+    /// Everybody who answers anywhere.
+    pub serving: Vec<Backend>,
 }
 
 /// Sorts the endpoints of a Service port.
@@ -68,7 +70,8 @@ pub(super) fn categorise(
         local = select(&|endpoint| still_answers(endpoint) && is_local(endpoint));
     }
     let any = !cluster.is_empty() || !local.is_empty();
-    Categories { cluster, local, any }
+    let serving = select(&|endpoint| endpoint.ready || endpoint.serving);
+    Categories { cluster, local, any, serving }
 }
 
 fn liveness(endpoint: &Endpoint) -> (bool, bool, bool) {

@@ -107,6 +107,9 @@ pub struct PortPlan {
     pub cluster: Vec<Backend>,
     /// Endpoints for policy Local, sorted. Empty if nothing uses them.
     pub local: Vec<Backend>,
+    /// All endpoints that answer, near or far, sorted; for UDP and SCTP. A flow to one of them is not cut only because new
+    /// flows go elsewhere.
+    pub serving: Vec<Backend>,
 }
 
 impl PortPlan {
@@ -160,7 +163,7 @@ pub(super) fn plan_ports(
                     .iter()
                     .chain(&service.load_balancer_ips)
                     .any(|ip| family_of(*ip) == family);
-            let Categories { mut cluster, mut local, any } =
+            let Categories { mut cluster, mut local, any, serving } =
                 categorise(model, name, &port.name, port.protocol, node);
             let resolve = |policy_local: bool| match (policy_local, cluster.is_empty(), local.is_empty()) {
                 (true, _, false) => Target::Local,
@@ -194,6 +197,7 @@ pub(super) fn plan_ports(
                 affinity: service.affinity,
                 cluster,
                 local,
+                serving: if port.protocol == Protocol::Tcp { Vec::new() } else { serving },
             };
             (id, plan)
         })

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 
+use super::flows::Flows;
 use super::latency::Latency;
 use super::schedule::Schedule;
 use super::{Input, Opened, Platform};
@@ -84,10 +85,12 @@ pub struct Engine<P: Platform> {
     pub(super) platform: P,
     pub(super) outside: Outside,
     pub(super) state: SyncState,
-    model: Model,
+    pub(super) model: Model,
     pub(super) schedule: Schedule,
     pub(super) latency: Latency,
     pub(super) running: Option<Running<P::Dataplane>>,
+    /// UDP and SCTP flows, as of the last write.
+    pub(super) flows: Flows,
     /// The configuration to have in the kernel.
     target: Option<Candidate>,
     /// Changes of the plan that the kernel does not hold yet.
@@ -112,6 +115,7 @@ impl<P: Platform> Engine<P> {
             model: Model::new(),
             schedule: Schedule::default(),
             running: None,
+            flows: Flows::default(),
             target: None,
             pending: Changes::default(),
             planned: false,

@@ -11,6 +11,7 @@ use tracing::info;
 
 use super::{Opened, Platform};
 use crate::config::Rejection;
+use crate::conntrack::{self, Job, Report};
 use crate::iptables::{self, Tools};
 use crate::kernel::{SyncError, Synced};
 use crate::model::{NodeFacts, family_of};
@@ -60,6 +61,14 @@ impl Platform for Node {
             ),
             ..error
         })
+    }
+
+    async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
+        let job = job.clone();
+        match tokio::task::spawn_blocking(move || conntrack::run(&job)).await {
+            Ok(outcome) => outcome.map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
     }
 }
 

@@ -322,6 +322,27 @@ async fn what_a_killed_agent_left_elsewhere_is_removed_before_the_node_is_ready(
 }
 
 #[tokio::test(start_paused = true)]
+async fn ct_6_flows_of_a_deleted_udp_service_are_ended_after_its_rules_and_tried_again() {
+    let rig = rig();
+    rig.begin().await;
+    rig.service("web").await;
+    sleep(Duration::from_secs(2)).await;
+    assert!(rig.script.lock().unwrap().flows.is_empty(), "TCP is left alone");
+    let mut dns = rig::service("dns");
+    dns.spec.as_mut().unwrap().ports.as_mut().unwrap()[0].protocol = Some("UDP".to_owned());
+    rig.tell(Input::Change(Change::ServiceApplied(Box::new(dns)))).await;
+    sleep(Duration::from_secs(2)).await;
+    // A new frontend: packets may have gone into the void before its rules were in.
+    assert_eq!(rig.script.lock().unwrap().flows, [0]);
+    rig.script.lock().unwrap().flows_fail = 1;
+    rig.tell(Input::Change(Change::ServiceDeleted(ObjectName::new("shop", "dns")))).await;
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(rig.script.lock().unwrap().flows, [0, 1]);
+    sleep(Duration::from_secs(70)).await;
+    assert_eq!(rig.script.lock().unwrap().flows, [0, 1, 1], "what failed is due again, and once only");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_deleted_service_is_taken_out_and_counted() {
     let rig = rig();
     rig.begin().await;

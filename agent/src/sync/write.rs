@@ -48,6 +48,10 @@ impl<P: Platform> Engine<P> {
         self.must_write = false;
         self.state.rules = synced.total_rules();
         self.outside.metrics.drained();
+        if let Some(running) = &self.running {
+            self.flows.follow(&running.plan, &self.model, &changes.ports);
+        }
+        self.end_stale_flows().await;
         self.report_latency(changes, &families);
         self.schedule.succeeded();
         let aimed = self.running.as_ref().map(|running| &running.candidate.hash);
@@ -56,6 +60,22 @@ impl<P: Platform> Engine<P> {
         }
         if synced.full || !self.state.verified || aimed != self.state.config.active_hash.as_ref() {
             self.read_back().await;
+        }
+    }
+
+    /// Ends flows whose endpoints are gone: only now, since before the rules were in, an entry would come back as it was. What
+    /// fails is due again after the next write or look.
+    async fn end_stale_flows(&mut self) {
+        for job in self.flows.due() {
+            let outcome = self.platform.end_stale_flows(&job).await;
+            match &outcome {
+                Ok(report) => {
+                    debug!(family = ?report.family, entries = report.entries, deleted = report.deleted, took = ?report.duration, "stale flows ended");
+                    self.outside.metrics.flows_ended(report);
+                }
+                Err(error) => warn!("flows to endpoints that are gone may go on: {error}"),
+            }
+            self.flows.finished(job, outcome.is_ok());
         }
     }
 
@@ -182,6 +202,7 @@ impl<P: Platform> Engine<P> {
     /// Looks for foreign changes, and repairs them if it may.
     pub(super) async fn look(&mut self) {
         let Some(differences) = self.verify().await else { return };
+        self.end_stale_flows().await;
         if differences.is_empty() {
             self.state.drift.differs = false;
             self.state.drift.error = None;

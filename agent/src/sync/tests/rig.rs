@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::config::checkpoint::Checkpoint;
 use crate::config::tests::{candidate, sample};
 use crate::config::{Assessment, Candidate, Rejection, Tampering};
+use crate::conntrack::{Job, Report};
 use crate::health::Pulse;
 use crate::kernel::{SyncError, SyncFailure, Synced};
 use crate::metrics::Metrics;
@@ -50,6 +51,9 @@ pub struct Script {
     pub takes: Duration,
     pub opened: usize,
     pub retired: usize,
+    /// How many frontends were gone at each run over the flows.
+    pub flows: Vec<usize>,
+    pub flows_fail: usize,
     /// How often retiring fails from now on.
     pub stuck: usize,
     /// How many leftovers the next opening finds.
@@ -144,6 +148,16 @@ impl Platform for FakePlatform {
         }
         script.retired += 1;
         Ok(())
+    }
+
+    async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
+        let mut script = self.0.lock().unwrap();
+        script.flows.push(job.serving.removed_frontends.len());
+        if script.flows_fail > 0 {
+            script.flows_fail -= 1;
+            return Err("as told".to_owned());
+        }
+        Ok(Report::new(job.family))
     }
 }
 

@@ -1,0 +1,82 @@
+//! UDP and SCTP flows that must not outlive their endpoints.
+//!
+//! In: the plan, and which of its ports have changed. Out: one [`Job`] per family for [`crate::conntrack`], due until a run has
+//! succeeded. TCP is left alone: an established connection to a terminating endpoint is to end by itself.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::SocketAddr;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use crate::conntrack::{self, Endpoints, Frontend, Job, NodePort, Reconciler, Target};
+use crate::model::{Model, Protocol, family_of};
+use crate::plan::{Plan, PortId, PortPlan};
+
+/// What every UDP and SCTP frontend leads to, as of the last write.
+#[derive(Debug, Default)]
+pub(super) struct Flows {
+    families: BTreeMap<IpFamily, Reconciler>,
+    targets: HashMap<PortId, Vec<Target>>,
+}
+
+impl Flows {
+    /// Follows the plan after it was written. `changed` are its ports that are not the same as at the last call.
+    pub(super) fn follow(&mut self, plan: &Plan, model: &Model, changed: &BTreeSet<PortId>) {
+        for family in plan.families() {
+            let own =
+                model.local_addresses().iter().copied().filter(|address| family_of(*address) == *family);
+            self.reconciler(*family).set_node_addresses(Some(own.collect()));
+        }
+        // A frontend may go from one Service to another: what is taken away goes first.
+        let gone: Vec<PortId> = self.targets.keys().filter(|id| plan.port(id).is_none()).cloned().collect();
+        for id in changed.iter().chain(&gone) {
+            let kept: Vec<Target> = plan.port(id).map(|port| targets(id, port)).unwrap_or_default();
+            let family = id.family;
+            for target in self.targets.remove(id).unwrap_or_default() {
+                if !kept.contains(&target) {
+                    self.reconciler(family).remove(target);
+                }
+            }
+            if !kept.is_empty() {
+                self.targets.insert(id.clone(), kept);
+            }
+        }
+        for id in changed {
+            let Some(port) = plan.port(id) else { continue };
+            let endpoints = Endpoints::new(
+                port.serving.iter().map(|backend| SocketAddr::new(backend.address, backend.port)),
+            );
+            for target in self.targets.get(id).cloned().unwrap_or_default() {
+                self.reconciler(id.family).set(target, endpoints.clone());
+            }
+        }
+    }
+
+    /// What is due.
+    pub(super) fn due(&self) -> Vec<Job> {
+        self.families.values().filter_map(Reconciler::begin).collect()
+    }
+
+    /// A job was run.
+    pub(super) fn finished(&mut self, job: Job, succeeded: bool) {
+        self.reconciler(job.family).finish(job, succeeded);
+    }
+
+    fn reconciler(&mut self, family: IpFamily) -> &mut Reconciler {
+        self.families.entry(family).or_insert_with(|| Reconciler::new(family))
+    }
+}
+
+/// The frontends of a port whose flows are looked after.
+fn targets(id: &PortId, port: &PortPlan) -> Vec<Target> {
+    let protocol = match id.protocol {
+        Protocol::Udp => conntrack::Protocol::Udp,
+        Protocol::Sctp => conntrack::Protocol::Sctp,
+        Protocol::Tcp => return Vec::new(),
+    };
+    let addresses = port.cluster_ip.iter().chain(&port.external_ips).chain(&port.load_balancer_ips);
+    addresses
+        .map(|address| Frontend::new(SocketAddr::new(*address, port.port), protocol).into())
+        .chain(port.node_port.map(|number| NodePort::new(number, protocol).into()))
+        .collect()
+}
