@@ -67,7 +67,11 @@ pub async fn install_pointsman(cluster: &Cluster, values: &[&str]) -> Result<()>
 pub async fn upgrade(cluster: &Cluster, chart: &str, values: &[&str]) -> Result<()> {
     let path = repository().join("charts").join(chart);
     let mut helm = command(artifacts::helm().await?, ["upgrade", "--install", chart]);
+    // Waits until what it applied is there: definitions are served a moment after they are accepted.
     helm.arg(&path).args(["--namespace", POINTSMAN_NAMESPACE, "--create-namespace"]);
+    if chart.ends_with("-crds") {
+        helm.arg("--wait");
+    }
     for value in values {
         helm.args(["--set", value]);
     }
