@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::Api;
+use kube::api::ListParams;
 use libtest_mimic::{Arguments, Failed, Trial};
 use pointsman_crds::names::{
     ANNOTATION_BREAK_GLASS, NODE_CONFIG_NAMESPACE, OPERATOR_LEASE, SYSTEM_NAMESPACE,
@@ -109,6 +110,7 @@ struct Traffic(Vec<(String, RunningProbe)>);
 
 impl Traffic {
     async fn start(cluster: &Cluster, web: &Workload<'_>) -> Result<Self> {
+        only_live_endpoints(cluster).await?;
         let node = cluster.node(NODE)?.addresses();
         let mut probes = Vec::new();
         for (from, target, flags) in [
@@ -141,6 +143,26 @@ impl Traffic {
         ensure!(faults.is_empty(), "{}", faults.join("\n"));
         Ok(())
     }
+}
+
+/// Waits until no web pod is on its way out and every node has heard of it: what is asked for is that nothing to live
+/// endpoints is lost, and an earlier trial may have scaled down a moment ago.
+async fn only_live_endpoints(cluster: &Cluster) -> Result<()> {
+    let pods = Api::<Pod>::namespaced(cluster.client(), NAMESPACE);
+    eventually(PATIENCE, "three web pods and no other", async || {
+        let list = pods.list(&ListParams::default().labels("app=web")).await?;
+        let leaving = list.items.iter().filter(|pod| pod.metadata.deletion_timestamp.is_some()).count();
+        ensure!(
+            list.items.len() == 3 && leaving == 0,
+            "{} pods, {leaving} of them leaving",
+            list.items.len()
+        );
+        Ok(())
+    })
+    .await?;
+    // Longer than the least time between two writes.
+    sleep(Duration::from_secs(3)).await;
+    Ok(())
 }
 
 async fn services_are_reached_from_everywhere(cluster: &Cluster) -> Result<()> {
