@@ -137,6 +137,13 @@ async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
     let package = part.binary();
     let mut build =
         command(cargo, ["build", "--profile", profile, "--locked", "--message-format=json", "--package"]);
+    // Under `cargo test` they describe the test's package; build scripts that read them would compile everything anew.
+    for (name, _) in std::env::vars_os() {
+        let described = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_", "CARGO_BIN_"];
+        if described.iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
+            build.env_remove(name);
+        }
+    }
     eprintln!("  compiling {package} with the profile {profile} (minutes the first time)");
     let messages = output(build.args([&package, "--bin", &package]).current_dir(repository())).await?;
     // Cargo says where the binary is: CARGO_TARGET_DIR and the user's configuration may move it.
