@@ -6,17 +6,17 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::{Namespace, Pod, Service};
 use kube::Api;
 use kube::api::{DeleteParams, ListParams};
-use tokio::time::sleep;
 
 use crate::addons::wait_available;
 use crate::cluster::Cluster;
 use crate::images::TEST_SERVER_IMAGE;
+use crate::pointsman::eventually;
 use crate::probe::{Place, Summary};
 
 /// How many pods serve.
@@ -164,7 +164,7 @@ impl<'a> Workload<'a> {
         for family in ["-4", "-6"] {
             let curl = ["curl", family, "-sSf", "--max-time", "3", "http://web/pod"];
             let what = format!("pod client-node1 to http://web/ by curl {family}");
-            let answer = eventually(async || {
+            let answer = eventually(PATIENCE, &what, async || {
                 let pod = self.cluster.in_pod(&self.namespace, "client-node1", &curl).await?;
                 ensure!(pod.starts_with("web-"), "answered {pod:?}");
                 Ok(())
@@ -199,7 +199,7 @@ impl<'a> Workload<'a> {
                     (Place::Outside, &node_port),
                 ];
                 for (from, target) in asked {
-                    let outcome = eventually(async || {
+                    let outcome = eventually(PATIENCE, "refused", async || {
                         refused(&self.cluster.probe(&from, target, 4).await?, scheme == "udp")
                     });
                     report.add(&format!("{from} to {target}: refused"), outcome.await);
@@ -216,7 +216,8 @@ impl<'a> Workload<'a> {
         target: &str,
         holds: impl Fn(&Summary) -> Result<()>,
     ) {
-        let outcome = eventually(async || holds(&self.cluster.probe(from, target, REQUESTS).await?));
+        let outcome =
+            eventually(PATIENCE, target, async || holds(&self.cluster.probe(from, target, REQUESTS).await?));
         report.add(&format!("{from} to {target}"), outcome.await);
     }
 }
@@ -263,18 +264,6 @@ fn refused(summary: &Summary, datagrams: bool) -> Result<()> {
     let enough = if datagrams { refusals > 0 } else { refusals == summary.requests };
     ensure!(enough, "not refused: {:?}", summary.errors);
     Ok(())
-}
-
-/// Repeats `check` until it holds or patience ends; the last error tells why.
-async fn eventually(check: impl AsyncFn() -> Result<()>) -> Result<()> {
-    let start = Instant::now();
-    loop {
-        match check().await {
-            Err(error) if start.elapsed() > PATIENCE => return Err(error),
-            Err(_) => sleep(Duration::from_millis(300)).await,
-            Ok(()) => return Ok(()),
-        }
-    }
 }
 
 #[derive(Default)]
