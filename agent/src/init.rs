@@ -10,8 +10,10 @@ use std::process::Command;
 use tracing::{debug, info, warn};
 
 /// Modules that iptables rules need. Most are loaded by the kernel on first use, if it may load modules on demand.
-const MODULES: [&str; 12] = [
+const MODULES: [&str; 13] = [
     "nf_conntrack",
+    // Without it entries of endpoints that are gone cannot be deleted.
+    "nf_conntrack_netlink",
     "nf_nat",
     "ip_tables",
     "ip6_tables",

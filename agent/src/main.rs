@@ -55,6 +55,9 @@ struct Run {
     /// Namespace of the node ConfigMaps.
     #[arg(long, env = "POINTSMAN_NODE_CONFIG_NAMESPACE", default_value = NODE_CONFIG_NAMESPACE)]
     node_config_namespace: String,
+    /// The kernel's settings: /proc/sys, or a directory with another mount of /proc/sys/net that can be written.
+    #[arg(long, env = "POINTSMAN_SYSCTL_DIR", default_value = "/proc/sys")]
+    sysctl_dir: PathBuf,
     #[command(flatten)]
     directories: Directories,
 }
@@ -149,6 +152,7 @@ fn start(cli: Cli) -> anyhow::Result<()> {
                 },
                 config_namespace: run.node_config_namespace,
                 state_directory: run.directories.state_dir,
+                sysctl_directory: run.sysctl_dir,
                 run_directory: run.directories.run_dir,
             };
             // Reading a cluster and writing a kernel keeps two threads busy at most; nodes have better uses for the others.

@@ -111,6 +111,7 @@ pub struct Metrics {
     services: Gauge,
     endpoints: Gauge,
     skipped: Gauge,
+    settings: Gauge,
     ready: Gauge,
     config: Family<ConfigLabels, Gauge>,
     watch_failing: Family<ByResource, Gauge>,
@@ -157,6 +158,7 @@ impl Default for Metrics {
             services: Gauge::default(),
             endpoints: Gauge::default(),
             skipped: Gauge::default(),
+            settings: Gauge::default(),
             ready: Gauge::default(),
             config: Family::default(),
             watch_failing: Family::default(),
@@ -271,6 +273,11 @@ impl Metrics {
         to.register("services", "Services in the plan", self.services.clone());
         to.register("endpoints", "Endpoints in the plan", self.endpoints.clone());
         to.register("objects_skipped", "Objects or parts of them that made no sense", self.skipped.clone());
+        to.register(
+            "settings_not_applied",
+            "Settings of the kernel that are not as configured",
+            self.settings.clone(),
+        );
         to.register("ready", "Whether the kernel holds the assigned configuration", self.ready.clone());
         to.register("config_info", "Mode and revisions", self.config.clone());
         to.register("watch_failing", "Whether a watch only fails", self.watch_failing.clone());
@@ -383,6 +390,7 @@ impl Metrics {
         self.services.set(whole(state.services));
         self.endpoints.set(whole(state.endpoints));
         self.skipped.set(i64::try_from(state.skipped).unwrap_or(i64::MAX));
+        self.settings.set(whole(state.settings.len()));
         self.ready.set(i64::from(ready));
         for (source, watch) in &watches.0 {
             self.watch_failing

@@ -47,6 +47,8 @@ pub struct Options {
     pub config_namespace: String,
     /// Survives restarts of the pod.
     pub state_directory: PathBuf,
+    /// The kernel's settings, where they can be written.
+    pub sysctl_directory: PathBuf,
     /// Holds the admin socket.
     pub run_directory: PathBuf,
 }
@@ -102,7 +104,7 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         checkpoint: Some(checkpoint),
     };
     let (stop, stopped) = oneshot::channel();
-    let engine = Engine::new(sync::node::Node, outside, kept);
+    let engine = Engine::new(sync::node::Node::new(&options.sysctl_directory), outside, kept);
     let mut engine = tokio::spawn(engine.run(queue, stopped));
 
     let mut tasks = JoinSet::new();

@@ -198,6 +198,8 @@ pub struct SyncState {
     pub verified: bool,
     /// Foreign changes.
     pub drift: DriftState,
+    /// Settings of the kernel that are not as configured, in words.
+    pub settings: Vec<String>,
     /// Latency.
     pub latency: LatencyState,
     /// Objects and parts of objects that were skipped because they make no sense.
@@ -224,6 +226,7 @@ impl SyncState {
             last_duration_milliseconds: 0,
             verified: false,
             drift: DriftState::default(),
+            settings: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,
         }

@@ -25,6 +25,7 @@ use crate::kernel::{SyncError, Synced};
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
 use crate::state::Source;
+use crate::sysctl::Settings;
 
 pub use engine::{Engine, Outside};
 
@@ -81,6 +82,10 @@ pub trait Platform: Send + 'static {
         old: &Self::Dataplane,
         new: &Self::Dataplane,
     ) -> impl Future<Output = Result<(), SyncError>> + Send;
+
+    /// Gives the kernel's settings the values that a configuration asks for. Returns those that could not be had, in words:
+    /// a node serves without them.
+    fn adjust(&mut self, settings: &Settings) -> impl Future<Output = Vec<String>> + Send;
 
     /// Deletes the connection tracking entries that contradict what frontends lead to; an error says why not.
     fn end_stale_flows(&mut self, job: &Job) -> impl Future<Output = Result<Report, String>> + Send;

@@ -1,18 +1,19 @@
-//! The kernel's settings for connection tracking.
+//! The kernel's settings that follow the configuration: connection tracking, and routing to 127.0.0.0/8.
 //!
-//! In: what the configuration says ([`NodeConntrack`]), what the kernel has ([`read`]), and the number of processors.
+//! In: what the configuration asks for ([`Settings`]), what the kernel has ([`read`]), and the number of processors.
 //! Out: the writes that are missing ([`plan`], pure), then what was written and what could not be ([`apply`]). A change of
-//! the configuration is another call; nothing restarts.
+//! the configuration is another call; nothing restarts. The failures name each setting, its value and the value it should
+//! have; none is a reason not to serve.
 //!
-//! The agent's own container may not be allowed to write: then its privileged init container does, at the start of the
-//! pod, with the same functions. The failures name each setting, its value and the value it should have.
+//! `/proc/sys` is read-only in an unprivileged container. What is written here is all below `net`, which `NET_ADMIN` may
+//! write through another mount of it (reference §1.2; kube-proxy runs privileged for this).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use pointsman_crds::node_config::NodeConntrack;
 use thiserror::Error;
@@ -40,11 +41,13 @@ pub enum Setting {
     UdpTimeout,
     /// Timeout of UDP flows with replies, in seconds.
     UdpStreamTimeout,
+    /// Whether packets to 127.0.0.0/8 are routed, which `NodePorts` on 127.0.0.1 need.
+    RouteLocalnet,
 }
 
 impl Setting {
     /// All of them, in the order in which they are written.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Max,
         Self::HashSize,
         Self::TcpEstablishedTimeout,
@@ -52,35 +55,38 @@ impl Setting {
         Self::TcpBeLiberal,
         Self::UdpTimeout,
         Self::UdpStreamTimeout,
+        Self::RouteLocalnet,
     ];
 
-    /// The file, below the root directory.
+    /// The file, below the directory of the settings.
     #[must_use]
     pub fn path(self) -> &'static str {
         match self {
-            Self::Max => "proc/sys/net/netfilter/nf_conntrack_max",
-            Self::HashSize => "sys/module/nf_conntrack/parameters/hashsize",
-            Self::TcpEstablishedTimeout => "proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established",
-            Self::TcpCloseWaitTimeout => "proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait",
-            Self::TcpBeLiberal => "proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal",
-            Self::UdpTimeout => "proc/sys/net/netfilter/nf_conntrack_udp_timeout",
-            Self::UdpStreamTimeout => "proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream",
+            Self::Max => "net/netfilter/nf_conntrack_max",
+            Self::HashSize => "net/netfilter/nf_conntrack_buckets",
+            Self::TcpEstablishedTimeout => "net/netfilter/nf_conntrack_tcp_timeout_established",
+            Self::TcpCloseWaitTimeout => "net/netfilter/nf_conntrack_tcp_timeout_close_wait",
+            Self::TcpBeLiberal => "net/netfilter/nf_conntrack_tcp_be_liberal",
+            Self::UdpTimeout => "net/netfilter/nf_conntrack_udp_timeout",
+            Self::UdpStreamTimeout => "net/netfilter/nf_conntrack_udp_timeout_stream",
+            Self::RouteLocalnet => "net/ipv4/conf/all/route_localnet",
         }
-    }
-
-    /// Another file that shows the same value: only root may read the first one.
-    fn shown_by(self) -> Option<&'static str> {
-        (self == Self::HashSize).then_some("proc/sys/net/netfilter/nf_conntrack_buckets")
     }
 }
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.path().strip_prefix("proc/sys/") {
-            Some(path) => f.write_str(&path.replace('/', ".")),
-            None => write!(f, "/{}", self.path()),
-        }
+        f.write_str(&self.path().replace('/', "."))
     }
+}
+
+/// What a configuration asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Connection tracking.
+    pub conntrack: NodeConntrack,
+    /// Whether packets to 127.0.0.0/8 must be routed. To be asked for only once others are kept from sending there.
+    pub route_localnet: bool,
 }
 
 /// What the kernel has. A setting that cannot be read is absent.
@@ -120,8 +126,10 @@ pub struct WriteError {
 /// Why a setting could not be written.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Cause {
-    /// An unprivileged container, or the network namespace of a pod.
-    #[error("not writable from here; the pod's init container writes it, so restart the pod")]
+    /// A read-only mount, or a setting that only the first network namespace has.
+    #[error(
+        "not writable from here; mount the node's /proc/sys/net as the chart does, or set it on the node"
+    )]
     NotWritable,
     /// The kernel does not have the setting.
     #[error("the kernel does not have this setting; load the kernel module nf_conntrack on the node")]
@@ -154,15 +162,11 @@ impl fmt::Display for Shown {
 
 /// The settings that have to change.
 ///
-/// `previous` is the configuration that this process applied before, if any. The table is raised and never lowered, and
-/// a timeout of 0 leaves the kernel's value. The liberal check is switched off again only if we switched it on.
+/// `on` are switches that this process has turned on: only those are turned off again. The table is raised and never
+/// lowered, and a timeout of 0 leaves the kernel's value.
 #[must_use]
-pub fn plan(
-    config: &NodeConntrack,
-    previous: Option<&NodeConntrack>,
-    current: &Current,
-    cpus: u32,
-) -> Vec<Write> {
+pub fn plan(settings: &Settings, on: &BTreeSet<Setting>, current: &Current, cpus: u32) -> Vec<Write> {
+    let config = &settings.conntrack;
     let mut writes = Vec::new();
     let mut want = |setting: Setting, wanted: u32, fits: fn(u32, u32) -> bool| {
         let current = current.get(&setting).copied();
@@ -179,20 +183,18 @@ pub fn plan(
     for (setting, seconds) in [
         (Setting::TcpEstablishedTimeout, config.tcp_established_timeout_seconds),
         (Setting::TcpCloseWaitTimeout, config.tcp_close_wait_timeout_seconds),
-    ] {
-        if seconds > 0 {
-            want(setting, seconds, exactly);
-        }
-    }
-    if config.tcp_be_liberal || previous.is_some_and(|previous| previous.tcp_be_liberal) {
-        want(Setting::TcpBeLiberal, config.tcp_be_liberal.into(), exactly);
-    }
-    for (setting, seconds) in [
         (Setting::UdpTimeout, config.udp_timeout_seconds),
         (Setting::UdpStreamTimeout, config.udp_stream_timeout_seconds),
     ] {
         if seconds > 0 {
             want(setting, seconds, exactly);
+        }
+    }
+    for (setting, wanted) in
+        [(Setting::TcpBeLiberal, config.tcp_be_liberal), (Setting::RouteLocalnet, settings.route_localnet)]
+    {
+        if wanted || on.contains(&setting) {
+            want(setting, wanted.into(), exactly);
         }
     }
     writes
@@ -204,17 +206,11 @@ fn table_size(config: &NodeConntrack, cpus: u32) -> Option<u32> {
         .then(|| config.max_per_core.saturating_mul(cpus).max(config.min).min(LARGEST_TABLE))
 }
 
-/// What the kernel has now. `root` is `/` except in tests.
+/// What the kernel has now. `root` is a directory like `/proc/sys`.
 #[must_use]
 pub fn read(root: &Path) -> Current {
-    let value = |path: &str| fs::read_to_string(root.join(path)).ok()?.trim().parse().ok();
-    Setting::ALL
-        .into_iter()
-        .filter_map(|setting| {
-            let found = value(setting.path()).or_else(|| value(setting.shown_by()?));
-            Some((setting, found?))
-        })
-        .collect()
+    let value = |setting: Setting| fs::read_to_string(root.join(setting.path())).ok()?.trim().parse().ok();
+    Setting::ALL.into_iter().filter_map(|setting| Some((setting, value(setting)?))).collect()
 }
 
 /// Makes these writes. One that fails does not keep the others from being made.
@@ -235,21 +231,42 @@ fn put(path: &Path, value: u32) -> io::Result<()> {
     OpenOptions::new().write(true).truncate(true).open(path)?.write_all(value.to_string().as_bytes())
 }
 
-/// Reads, plans and applies: at the start, and at each change of the configuration.
-#[must_use]
-pub fn reconcile(
-    root: &Path,
-    config: &NodeConntrack,
-    previous: Option<&NodeConntrack>,
-    cpus: u32,
-) -> Applied {
-    apply(root, &plan(config, previous, &read(root), cpus))
+/// The settings of one node, as far as this process has changed them.
+#[derive(Clone, Debug)]
+pub struct Sysctls {
+    root: PathBuf,
+    /// Switches that were off before this process turned them on.
+    on: BTreeSet<Setting>,
+}
+
+impl Sysctls {
+    /// The settings below `root`, a directory like `/proc/sys`.
+    #[must_use]
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.to_owned(), on: BTreeSet::new() }
+    }
+
+    /// Reads, plans and applies: at the start, and at each change of the configuration.
+    #[must_use]
+    pub fn reconcile(&mut self, settings: &Settings, cpus: u32) -> Applied {
+        let applied = apply(&self.root, &plan(settings, &self.on, &read(&self.root), cpus));
+        for write in &applied.written {
+            if matches!(write.setting, Setting::TcpBeLiberal | Setting::RouteLocalnet) {
+                if write.wanted == 0 {
+                    self.on.remove(&write.setting)
+                } else {
+                    self.on.insert(write.setting)
+                };
+            }
+        }
+        applied
+    }
 }
 
 /// The processors of the node. Not those that this process may use: the table is the whole node's.
 #[must_use]
-pub fn cpus(root: &Path) -> u32 {
-    fs::read_to_string(root.join("sys/devices/system/cpu/online"))
+pub fn cpus() -> u32 {
+    fs::read_to_string("/sys/devices/system/cpu/online")
         .ok()
         .and_then(|ranges| count_cpus(&ranges))
         .or_else(|| u32::try_from(std::thread::available_parallelism().map_or(1, NonZeroUsize::get)).ok())

@@ -17,7 +17,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MsFlags, mount, umount};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, connect, recv, send, socket,
@@ -26,7 +26,7 @@ use pointsman_agent::conntrack::wire::{self, Body, DumpFilter};
 use pointsman_agent::conntrack::{
     self, Endpoints, Entry, Frontend, Job, NodePort, Protocol, Reconciler, Report, Serving,
 };
-use pointsman_agent::sysctl::{self, Setting};
+use pointsman_agent::sysctl::{self, Setting, Settings, Sysctls};
 use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
 
@@ -476,7 +476,11 @@ fn node_addresses_protect_flows_to_other_hosts() {
 #[test]
 fn ct_10_sysctls_of_a_namespace_change_live() {
     isolated(|| {
-        let root = Path::new("/");
+        let root = Path::new("/proc/sys");
+        let mut sysctls = Sysctls::new(root);
+        let mut reconcile = |conntrack: &NodeConntrack, route_localnet| {
+            sysctls.reconcile(&Settings { conntrack: *conntrack, route_localnet }, 2)
+        };
         let nothing = NodeConntrack {
             max_per_core: 0,
             min: 0,
@@ -494,27 +498,47 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
             udp_stream_timeout_seconds: 111,
             ..nothing
         };
-        let applied = sysctl::reconcile(root, &config, None, 2);
-        assert_eq!((applied.written.len(), applied.failed.len()), (5, 0), "{applied:?}");
+        let applied = reconcile(&config, true);
+        assert_eq!((applied.written.len(), applied.failed.len()), (6, 0), "{applied:?}");
         assert_eq!(sysctl::read(root)[&Setting::TcpCloseWaitTimeout], 3_600);
-        let applied = sysctl::reconcile(root, &nothing, Some(&config), 2);
-        assert_eq!(applied.written.len(), 1);
+        let applied = reconcile(&nothing, false);
+        assert_eq!(applied.written.len(), 2);
         let current = sysctl::read(root);
         assert_eq!((current[&Setting::TcpBeLiberal], current[&Setting::UdpTimeout]), (0, 11));
+        assert_eq!(current[&Setting::RouteLocalnet], 0);
 
-        // As in an unprivileged container.
+        // As in the agent's container: /proc/sys is read-only, and /proc/sys/net is there once more, to be written without
+        // any capability but NET_ADMIN.
         let none = None::<&str>;
+        let second = tempfile::tempdir().unwrap();
+        std::fs::create_dir(second.path().join("net")).unwrap();
+        mount(Some("/proc/sys/net"), &second.path().join("net"), none, MsFlags::MS_BIND, none).unwrap();
         mount(Some("/proc/sys"), "/proc/sys", none, MsFlags::MS_BIND, none).unwrap();
         let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
         mount(none, "/proc/sys", none, read_only, none).unwrap();
         let changed = NodeConntrack { udp_timeout_seconds: 12, ..nothing };
-        let applied = sysctl::reconcile(root, &changed, None, 2);
+        let settings = Settings { conntrack: changed, route_localnet: false };
+        let applied = sysctls.reconcile(&settings, 2);
         assert!(applied.written.is_empty());
         let said = applied.failed[0].to_string();
         assert!(
-            said.contains("udp_timeout is 11, should be 12") && said.contains("init container"),
+            said.contains("udp_timeout is 11, should be 12")
+                && said.contains("mount the node's /proc/sys/net"),
             "{said}"
         );
-        assert!(sysctl::cpus(root) >= 1);
+        feed(
+            "setpriv",
+            &["--bounding-set=-all,+net_admin", "--inh-caps=-all", "sh", "-e"],
+            &format!(
+                "grep -q CapEff:.0000000000001000 /proc/self/status
+             ! echo 12 > /proc/sys/net/netfilter/nf_conntrack_udp_timeout
+             echo 12 > {}/net/netfilter/nf_conntrack_udp_timeout",
+                second.path().display(),
+            ),
+        );
+        assert_eq!(sysctl::read(root)[&Setting::UdpTimeout], 12, "of this namespace");
+        assert!(Sysctls::new(second.path()).reconcile(&settings, 2).failed.is_empty());
+        umount(&second.path().join("net")).unwrap();
+        assert!(sysctl::cpus() >= 1);
     });
 }

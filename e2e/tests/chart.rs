@@ -331,7 +331,13 @@ async fn agent_pod() {
         assert!(cpu.is_none(), "a CPU limit throttles writes to the kernel");
         assert_eq!(
             mounts(agent),
-            ["/run/xtables.lock", "/run/pointsman-agent", "/var/lib/pointsman-agent", TOKEN]
+            [
+                "/run/xtables.lock",
+                "/run/pointsman-agent",
+                "/var/lib/pointsman-agent",
+                "/host/proc/sys/net",
+                TOKEN
+            ]
         );
         assert!(agent.ports.is_none(), "the ports may change while the agent runs");
         for (probe, word) in [
@@ -350,6 +356,7 @@ async fn agent_pod() {
             ("/run/xtables.lock", "FileOrCreate"),
             ("/lib/modules", ""),
             ("/var/lib/pointsman-agent", "DirectoryOrCreate"),
+            ("/proc/sys/net", "Directory"),
         ];
         assert_eq!(host_paths, pairs.map(|(path, kind)| (path.to_owned(), kind.to_owned())));
         let token = pod.volumes.iter().flatten().find(|volume| volume.name == "token").unwrap();

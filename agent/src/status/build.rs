@@ -180,11 +180,19 @@ fn compatible(state: &SyncState) -> Finding {
     match &state.compatibility {
         Compatibility::Unknown => Finding::unknown("NotChecked", "no configuration has asked for a mode yet"),
         Compatibility::Supported => {
-            Finding::yes("ModeSupported", "the node runs the mode that it is told to")
+            Finding::yes("ModeSupported", with_settings(state, "the node runs the mode that it is told to"))
         }
-        Compatibility::Fallback(why) => Finding::yes("ModeFallback", why.clone()),
+        Compatibility::Fallback(why) => Finding::yes("ModeFallback", with_settings(state, why)),
         Compatibility::Incompatible(rejection) => Finding::no(rejection.reason, rejection.message.clone()),
     }
+}
+
+/// Settings that the node goes without do not keep it from serving, but are to be seen.
+fn with_settings(state: &SyncState, message: &str) -> String {
+    if state.settings.is_empty() {
+        return message.to_owned();
+    }
+    format!("{message}; not as configured: {}", state.settings.join("; "))
 }
 
 fn config_applied(state: &SyncState) -> Finding {

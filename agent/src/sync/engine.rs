@@ -21,6 +21,7 @@ use crate::metrics::{Changed, Metrics};
 use crate::model::{Change, Dirty, Model, NodeFacts, family_of};
 use crate::plan::{Changes, Plan};
 use crate::state::{Compatibility, Source, SyncState};
+use crate::sysctl::Settings;
 
 /// A node that cannot run its configuration is asked again after this: tools may be installed, modules loaded.
 const REOPEN: Duration = Duration::from_secs(30);
@@ -89,6 +90,8 @@ pub struct Engine<P: Platform> {
     pub(super) schedule: Schedule,
     pub(super) latency: Latency,
     pub(super) running: Option<Running<P::Dataplane>>,
+    /// The kernel's settings, as they were asked for last.
+    pub(super) settings: Option<Settings>,
     /// UDP and SCTP flows, as of the last write.
     pub(super) flows: Flows,
     /// The configuration to have in the kernel.
@@ -115,6 +118,7 @@ impl<P: Platform> Engine<P> {
             model: Model::new(),
             schedule: Schedule::default(),
             running: None,
+            settings: None,
             flows: Flows::default(),
             target: None,
             pending: Changes::default(),

@@ -16,13 +16,24 @@ use crate::iptables::{self, Tools};
 use crate::kernel::{SyncError, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::plan::{Changes, Plan};
+use crate::sysctl::{self, Settings, Sysctls, Write};
 
 /// Modes that this build can run.
 pub const MODES: [Mode; 1] = [Mode::Iptables];
 
 /// The node that this process runs on.
-#[derive(Debug, Default)]
-pub struct Node;
+#[derive(Debug)]
+pub struct Node {
+    sysctls: Sysctls,
+}
+
+impl Node {
+    /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`.
+    #[must_use]
+    pub fn new(sysctls: &Path) -> Self {
+        Self { sysctls: Sysctls::new(sysctls) }
+    }
+}
 
 impl Platform for Node {
     type Dataplane = iptables::Dataplane;
@@ -61,6 +72,25 @@ impl Platform for Node {
             ),
             ..error
         })
+    }
+
+    async fn adjust(&mut self, settings: &Settings) -> Vec<String> {
+        let (mut sysctls, settings) = (self.sysctls.clone(), *settings);
+        // Buckets take the kernel a moment.
+        let adjusted = tokio::task::spawn_blocking(move || {
+            let applied = sysctls.reconcile(&settings, sysctl::cpus());
+            (sysctls, applied)
+        });
+        match adjusted.await {
+            Ok((sysctls, applied)) => {
+                self.sysctls = sysctls;
+                for Write { setting, current, wanted } in applied.written {
+                    info!(%setting, from = current, to = wanted, "kernel setting changed");
+                }
+                applied.failed.iter().map(ToString::to_string).collect()
+            }
+            Err(error) => vec![error.to_string()],
+        }
     }
 
     async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {

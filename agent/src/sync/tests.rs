@@ -5,7 +5,7 @@ mod rig;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
-use pointsman_crds::settings::{DriftPolicy, Mode};
+use pointsman_crds::settings::{DriftPolicy, Mode, NodePortAddress};
 use tokio::time::{Instant, sleep};
 
 use super::*;
@@ -358,4 +358,30 @@ async fn a_deleted_service_is_taken_out_and_counted() {
     let text = rig.metrics.render(&rig.now(), &crate::state::Watches::default(), true, Instant::now());
     assert!(text.contains("kubeproxy_sync_proxy_rules_service_changes_total 2"), "{text}");
     assert!(text.contains("kubeproxy_sync_proxy_rules_service_changes_pending 0"), "{text}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn ct_10_settings_follow_the_configuration_live_and_keep_nobody_from_serving() {
+    let rig = rig();
+    rig.script.lock().unwrap().settings_fail = 1;
+    rig.begin().await;
+    let state = rig.now();
+    assert!(state.config.active.is_some() && state.error().is_none(), "it serves without");
+    assert_eq!(state.settings, ["nf_conntrack_max is 1, should be 2"]);
+    let text = rig.metrics.render(&state, &crate::state::Watches::default(), true, Instant::now());
+    assert!(text.contains("pointsman_settings_not_applied 1"), "{text}");
+    sleep(Duration::from_secs(61)).await;
+    assert_eq!(rig.now().settings, Vec::<String>::new(), "tried again with the next look");
+    sleep(Duration::from_mins(2)).await;
+    assert_eq!(rig.script.lock().unwrap().settings.len(), 2, "and then left alone");
+    let mut config = sample();
+    config.conntrack.udp_timeout_seconds = 20;
+    config.iptables.localhost_node_ports = true;
+    config.node_port_addresses = vec![NodePortAddress("localhost".to_owned())];
+    rig.config(candidate("default", config)).await;
+    sleep(Duration::from_secs(2)).await;
+    let script = rig.script.lock().unwrap();
+    let last = script.settings.last().unwrap();
+    assert_eq!((last.conntrack.udp_timeout_seconds, last.route_localnet), (20, true));
+    assert_eq!((script.settings.len(), script.opened), (3, 1));
 }

@@ -13,6 +13,7 @@ use super::{Dataplane, Platform};
 use crate::kernel::{SyncError, SyncFailure, Synced};
 use crate::plan::Changes;
 use crate::random;
+use crate::sysctl::Settings;
 
 /// Enough of the differences to know where to look.
 const SHOWN_DIFFERENCES: usize = 5;
@@ -51,6 +52,7 @@ impl<P: Platform> Engine<P> {
         if let Some(running) = &self.running {
             self.flows.follow(&running.plan, &self.model, &changes.ports);
         }
+        self.adjust().await;
         self.end_stale_flows().await;
         self.report_latency(changes, &families);
         self.schedule.succeeded();
@@ -61,6 +63,23 @@ impl<P: Platform> Engine<P> {
         if synced.full || !self.state.verified || aimed != self.state.config.active_hash.as_ref() {
             self.read_back().await;
         }
+    }
+
+    /// Lets the kernel's settings follow the configuration: only now, since packets to 127.0.0.0/8 may be routed only behind
+    /// the rules that guard it. What fails is tried again with the next look.
+    async fn adjust(&mut self) {
+        let Some(running) = &self.running else { return };
+        let localhost = running.plan.node(IpFamily::IPv4).is_some_and(|node| node.node_ports.localhost);
+        let settings = Settings { conntrack: running.plan.config().conntrack, route_localnet: localhost };
+        if self.settings.as_ref() == Some(&settings) {
+            return;
+        }
+        let failed = self.platform.adjust(&settings).await;
+        for problem in failed.iter().filter(|problem| !self.state.settings.contains(problem)) {
+            warn!("a setting of the kernel is not as configured: {problem}");
+        }
+        self.state.settings = failed;
+        self.settings = Some(settings);
     }
 
     /// Ends flows whose endpoints are gone: only now, since before the rules were in, an entry would come back as it was. What
@@ -202,6 +221,10 @@ impl<P: Platform> Engine<P> {
     /// Looks for foreign changes, and repairs them if it may.
     pub(super) async fn look(&mut self) {
         let Some(differences) = self.verify().await else { return };
+        if !self.state.settings.is_empty() {
+            self.settings = None;
+            self.adjust().await;
+        }
         self.end_stale_flows().await;
         if differences.is_empty() {
             self.state.drift.differs = false;

@@ -24,6 +24,7 @@ use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
 use crate::state::{Source, SyncState};
 use crate::sync::{Dataplane, Engine, Input, Opened, Outside, Platform, QUEUE};
+use crate::sysctl::Settings;
 
 /// What the fake kernel was asked to do.
 #[derive(Clone, Debug)]
@@ -59,6 +60,9 @@ pub struct Script {
     /// How many leftovers the next opening finds.
     pub leftovers: usize,
     pub refuse: Option<Rejection>,
+    /// What the kernel's settings were asked to be, and how often they cannot be had from now on.
+    pub settings: Vec<Settings>,
+    pub settings_fail: usize,
     pub needs_full: bool,
 }
 
@@ -148,6 +152,16 @@ impl Platform for FakePlatform {
         }
         script.retired += 1;
         Ok(())
+    }
+
+    async fn adjust(&mut self, settings: &Settings) -> Vec<String> {
+        let mut script = self.0.lock().unwrap();
+        script.settings.push(*settings);
+        if script.settings_fail == 0 {
+            return Vec::new();
+        }
+        script.settings_fail -= 1;
+        vec!["nf_conntrack_max is 1, should be 2".to_owned()]
     }
 
     async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
