@@ -10,6 +10,15 @@ use std::time::Duration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use thiserror::Error;
 
+/// How much of the kernel a look takes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// All that is ours.
+    Everything,
+    /// What somebody else may have changed since it was last seen to be right.
+    Suspects,
+}
+
 /// A write that succeeded: from here on the kernel holds what the plan says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Synced {

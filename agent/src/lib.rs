@@ -17,6 +17,7 @@ pub mod kernel;
 pub mod logging;
 pub mod metrics;
 pub mod model;
+pub mod netfilter;
 pub mod plan;
 mod random;
 pub mod run;

@@ -3,7 +3,7 @@
 //! In: [`Input`]s from the watches through a bounded queue, which slows the watches down when the kernel is slower than the
 //! cluster. Out: kernel state, and a [`SyncState`](crate::state::SyncState) after each step. It writes nothing before all required
 //! lists are in, pauses after each write, retries a failed one with backoff, reads back what it wrote when that was
-//! everything, and looks for foreign changes from time to time.
+//! everything, and looks for foreign changes when the kernel tells of them and from time to time.
 //!
 //! [`Engine`] is written against [`Platform`] and [`Dataplane`], so that tests can make the kernel fail on cue;
 //! [`node::Node`] is the real one.
@@ -21,7 +21,7 @@ use pointsman_crds::settings::Mode;
 
 use crate::config::{Assessment, Rejection};
 use crate::conntrack::{Job, Report};
-use crate::kernel::{SyncError, Synced};
+use crate::kernel::{Reach, SyncError, Synced};
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
 use crate::state::Source;
@@ -45,19 +45,28 @@ pub enum Input {
 
 /// What keeps the kernel equal to a plan.
 pub trait Dataplane: Send + 'static {
-    /// Makes the kernel equal to `plan`; `changes` is what changed since the last success. After a failure, or after
-    /// [`Dataplane::distrust`], it repairs everything.
+    /// Makes the kernel equal to `plan`; `changes` is what changed since the last success. A family whose last write has
+    /// failed is read back, and what differs is written.
     fn sync(
         &mut self,
         plan: &Plan,
         changes: &Changes,
     ) -> impl Future<Output = (Synced, Vec<SyncError>)> + Send;
 
-    /// Reads the kernel and says where it differs from `plan`.
-    fn verify(&mut self, plan: &Plan) -> impl Future<Output = Result<Vec<String>, SyncError>> + Send;
+    /// Waits until somebody else has changed something that may be ours. Where the kernel does not tell, for ever. May be
+    /// dropped at any time without losing anything.
+    fn changed(&mut self) -> impl Future<Output = ()> + Send;
 
-    /// Forgets what is installed.
-    fn distrust(&mut self);
+    /// Reads the kernel and says where it differs from what was written. With [`Reach::Suspects`], what nobody else has
+    /// touched since it was last seen to be right is not read.
+    fn verify(
+        &mut self,
+        plan: &Plan,
+        reach: Reach,
+    ) -> impl Future<Output = Result<Vec<String>, SyncError>> + Send;
+
+    /// Writes what the last [`Dataplane::verify`] has found to differ, and nothing else.
+    fn repair(&mut self, plan: &Plan) -> impl Future<Output = Vec<SyncError>> + Send;
 
     /// Finds out cheaply whether the kernel could be written now, without changing anything.
     fn probe(&mut self, plan: &Plan) -> impl Future<Output = Result<(), SyncError>> + Send;

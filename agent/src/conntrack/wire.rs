@@ -161,14 +161,29 @@ pub enum Body<'a> {
     Other,
 }
 
-/// The messages in one datagram. After an error there is no more.
-pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, WireError>> {
+/// One netlink message as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame<'a> {
+    /// Its type.
+    pub kind: u16,
+    /// Its flags.
+    pub flags: u16,
+    /// The number of the request that it belongs to.
+    pub sequence: u32,
+    /// The netlink port of whoever has caused it.
+    pub port: u32,
+    /// What follows the header.
+    pub payload: &'a [u8],
+}
+
+/// The messages in one datagram, as they are. After an error there is no more.
+pub fn frames(datagram: &[u8]) -> impl Iterator<Item = Result<Frame<'_>, WireError>> {
     let mut rest = datagram;
     std::iter::from_fn(move || {
         if rest.is_empty() {
             return None;
         }
-        let (message, next) = match message(rest) {
+        let (frame, next) = match frame(rest) {
             Ok(parts) => parts,
             Err(error) => {
                 rest = &[];
@@ -176,32 +191,44 @@ pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Wir
             }
         };
         rest = next;
-        Some(Ok(message))
+        Some(Ok(frame))
     })
 }
 
-fn message(bytes: &[u8]) -> Result<(Message<'_>, &[u8]), WireError> {
+fn frame(bytes: &[u8]) -> Result<(Frame<'_>, &[u8]), WireError> {
     let broken = |claimed| WireError::Message { claimed, available: bytes.len() };
     let (header, _) = bytes.split_first_chunk::<NLMSG_HEADER>().ok_or(broken(NLMSG_HEADER))?;
-    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, ..] = *header;
+    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, p0, p1, p2, p3] = *header;
     let claimed = usize::try_from(u32::from_ne_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
-    let payload = bytes.get(NLMSG_HEADER..claimed).ok_or(broken(claimed))?;
-    let number = || payload.first_chunk().map(|bytes| i32::from_ne_bytes(*bytes));
-    let body = match u16::from_ne_bytes([k0, k1]) {
-        NLMSG_ERROR => Body::Outcome(number().ok_or(broken(claimed))?),
+    let frame = Frame {
+        kind: u16::from_ne_bytes([k0, k1]),
+        flags: u16::from_ne_bytes([f0, f1]),
+        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
+        port: u32::from_ne_bytes([p0, p1, p2, p3]),
+        payload: bytes.get(NLMSG_HEADER..claimed).ok_or(broken(claimed))?,
+    };
+    // Messages are aligned, the last one need not be.
+    Ok((frame, bytes.get(align(claimed)..).unwrap_or_default()))
+}
+
+/// The messages in one datagram, read.
+pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, WireError>> {
+    frames(datagram).map(|frame| message(&frame?))
+}
+
+fn message<'a>(frame: &Frame<'a>) -> Result<Message<'a>, WireError> {
+    let length = frame.payload.len();
+    let number = || frame.payload.first_chunk().map(|bytes| i32::from_ne_bytes(*bytes));
+    let body = match frame.kind {
+        NLMSG_ERROR => Body::Outcome(number().ok_or(WireError::Size { what: "an outcome", length })?),
         // Old kernels send no number here.
         NLMSG_DONE => Body::Done(number().unwrap_or(0)),
         NLMSG_OVERRUN => Body::Overrun,
-        CT_NEW => Body::Entry(payload),
+        CT_NEW => Body::Entry(frame.payload),
         _ => Body::Other,
     };
-    let message = Message {
-        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
-        interrupted: u16::from_ne_bytes([f0, f1]) & NLM_F_DUMP_INTR != 0,
-        body,
-    };
-    // Messages are aligned, the last one need not be.
-    Ok((message, bytes.get(align(claimed)..).unwrap_or_default()))
+    let interrupted = frame.flags & NLM_F_DUMP_INTR != 0;
+    Ok(Message { sequence: frame.sequence, interrupted, body })
 }
 
 /// The entry in the payload of a [`Body::Entry`], or `None` if services cannot have its protocol (ICMP and others).
@@ -316,7 +343,7 @@ fn protocol_state(bytes: &[u8]) -> Result<Option<u8>, WireError> {
 }
 
 /// Type and value of each attribute. After an error there is no more.
-fn attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), WireError>> {
+pub fn attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), WireError>> {
     let mut rest = bytes;
     std::iter::from_fn(move || {
         if rest.is_empty() {

@@ -35,6 +35,8 @@ pub(super) struct Batch {
     pub filter: Chains,
     /// In filter: lists to create.
     pub new_lists: BTreeSet<ChainName>,
+    /// In filter: rules to add at the end of chains that are not ours.
+    pub guard: Vec<(&'static str, &'static str)>,
     /// In filter: rules to add to lists.
     pub listed: BTreeSet<(List, Rule)>,
     /// In filter: rules to take from lists.
@@ -169,6 +171,9 @@ impl Batch {
         filter.write(&self.filter);
         for list in &self.new_lists {
             filter.chain(*list, &[]);
+        }
+        for (chain, rule) in &self.guard {
+            filter.append_rule(chain, rule);
         }
         filter.insert(&self.jumps);
         filter

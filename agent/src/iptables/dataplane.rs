@@ -5,21 +5,25 @@
 //!
 //! While the installed state is known, a sync writes only what changed and reads nothing. It is unknown at the start and
 //! after any failure; then a sync reads our chains back and writes what differs. Nothing is flushed, so there is no gap.
+//! What others have changed is found by [`Dataplane::verify`] and written by [`Dataplane::repair`], chain by chain.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
 use super::batch::{Batch, Script, Section};
+use super::ear::Ear;
 use super::names::ChainName;
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
 use super::sets::{self, Set, SetChanges};
-use super::shared::{JUMPS, MARTIAN_RULE};
-use super::state::{Read, State};
+use super::shared::JUMPS;
+use super::state::{Differences, Read, State};
 use super::tools::{Flavour, RunError, Tools};
-use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
+use crate::netfilter::Notices;
 use crate::plan::{Changes, NodePlan, Plan};
 
 /// How long packets that carry a mark may be on their way through the node.
@@ -39,6 +43,10 @@ pub struct Dataplane {
     states: BTreeMap<IpFamily, State>,
     /// How closely what is read back must match. Not known before it was read back once after a full write.
     comparisons: BTreeMap<IpFamily, Comparison>,
+    /// Where the last look found the kernel to differ from what is installed.
+    found: BTreeMap<IpFamily, Differences>,
+    /// Behind a lock that nobody holds for longer than a call: whoever runs a tool says that it was us.
+    ear: Mutex<Ear>,
 }
 
 #[derive(Debug, Default)]
@@ -51,19 +59,41 @@ impl Dataplane {
     /// Knows nothing of the kernel yet: the first [`Dataplane::sync`] reads it and writes what differs.
     #[must_use]
     pub fn new(tools: Tools, families: &[IpFamily]) -> Self {
-        Self { tools, families: families.to_vec(), states: BTreeMap::new(), comparisons: BTreeMap::new() }
+        Self {
+            tools,
+            families: families.to_vec(),
+            states: BTreeMap::new(),
+            comparisons: BTreeMap::new(),
+            found: BTreeMap::new(),
+            ear: Mutex::default(),
+        }
+    }
+
+    /// Takes the kernel's word for what others write, instead of reading everything at every look. Only the nft flavour is
+    /// in these notices.
+    #[must_use]
+    pub fn listening(mut self, notices: Notices) -> Self {
+        if self.tools.flavour() == Flavour::Nft {
+            self.ear = Mutex::new(Ear::new(notices));
+        }
+        self
+    }
+
+    /// Waits until somebody else has changed something that may be ours; for ever where the kernel does not tell.
+    pub async fn changed(&mut self) {
+        self.ear.get_mut().unwrap_or_else(PoisonError::into_inner).hear().await;
+    }
+
+    /// The families that are served.
+    #[must_use]
+    pub fn families(&self) -> &[IpFamily] {
+        &self.families
     }
 
     /// The tools in use.
     #[must_use]
     pub fn tools(&self) -> &Tools {
         &self.tools
-    }
-
-    /// Forgets what is installed: the next [`Dataplane::sync`] reads it back and repairs what differs. To be called when
-    /// [`Dataplane::verify`] has found differences that are to be repaired.
-    pub fn distrust(&mut self) {
-        self.states.clear();
     }
 
     /// Makes the kernel equal to the plan. One family failing never keeps the other from being written. What failed is
@@ -100,8 +130,9 @@ impl Dataplane {
         changes: &Changes,
     ) -> Result<Written, Failure> {
         let family = node.family;
-        let runner =
-            Runner { tools: &self.tools, family, lock_wait: plan.config().iptables.lock_timeout_seconds };
+        self.found.remove(&family);
+        let lock_wait = plan.config().iptables.lock_timeout_seconds;
+        let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
         // Taken out, so that it stays unknown if the write fails or is cancelled.
         let known =
             self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
@@ -119,55 +150,105 @@ impl Dataplane {
         Ok(written)
     }
 
+    fn runner(&self, family: IpFamily, lock_wait: u32) -> Runner<'_> {
+        Runner { tools: &self.tools, ear: &self.ear, family, lock_wait }
+    }
+
     /// Reads the kernel and says in which chains it differs from what was last written, or, if that is unknown, from the
-    /// plan. Empty: equal. Changes nothing; see [`Dataplane::distrust`].
-    pub async fn verify(&mut self, plan: &Plan) -> Result<Vec<String>, SyncError> {
+    /// plan. Empty: equal. Changes nothing; see [`Dataplane::repair`].
+    pub async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
         let mut lines = Vec::new();
-        for family in &self.families {
-            let Some(node) = plan.node(*family) else { continue };
-            let runner = Runner { tools: &self.tools, family: *family, lock_wait: DEFAULT_LOCK_WAIT };
-            let read = runner.read_all().await.map_err(|error| failure(*family, &error))?;
-            let unknown;
-            let state = if let Some(state) = self.states.get(family) {
-                state
-            } else {
-                unknown = State::of(plan, node, 0, read.filter.uses_sets());
-                &unknown
-            };
-            let how = self.comparisons.get(family).copied().unwrap_or(Comparison::Exact);
-            let mut differences = state.compare(&read, how);
-            if self.states.contains_key(family) && !self.comparisons.contains_key(family) {
-                // The first look after a full write: what differs now only in words is how this version of the tool prints.
-                let alike = differences.is_empty()
-                    || {
-                        let loose = state.compare(&read, Comparison::Shape);
-                        let alike = loose.is_empty();
-                        if alike {
-                            warn!(
-                                ?family,
-                                version = self.tools.version(),
-                                "this version of iptables prints rules in words that are not known; only their number and targets are compared"
-                            );
-                            self.comparisons.insert(*family, Comparison::Shape);
-                            differences = loose;
-                        }
-                        alike
-                    };
-                if alike {
-                    self.comparisons.entry(*family).or_insert(Comparison::Exact);
-                }
+        for family in self.families.clone() {
+            let Some(node) = plan.node(family) else { continue };
+            if reach == Reach::Suspects && self.is_known(family).await {
+                continue;
             }
-            lines.extend(differences.describe(*family));
+            lock(&self.ear).trust(family);
+            let differences = self.verify_family(plan, node).await.inspect_err(|_| {
+                lock(&self.ear).doubt(family);
+            });
+            let differences = differences.map_err(|error| failure(family, &error))?;
+            lines.extend(differences.describe(family));
+            if differences.is_empty() {
+                self.found.remove(&family);
+            } else {
+                lock(&self.ear).doubt(family);
+                self.found.insert(family, differences);
+            }
         }
         Ok(lines)
+    }
+
+    /// Whether a family was read back and nobody has written it since. Of the sets, which the kernel gives no notices about,
+    /// only the sizes are looked at.
+    async fn is_known(&self, family: IpFamily) -> bool {
+        lock(&self.ear).listen(None);
+        let Some(state) = self.states.get(&family) else { return false };
+        if !self.comparisons.contains_key(&family) || lock(&self.ear).suspects(family) {
+            return false;
+        }
+        let runner = self.runner(family, DEFAULT_LOCK_WAIT);
+        for set in Set::ALL.into_iter().filter(|_| state.uses_sets()) {
+            if runner.set_size(set).await != Some(state.set_size(set)) {
+                return false;
+            }
+        }
+        true
+    }
+
+    async fn verify_family(&mut self, plan: &Plan, node: &NodePlan) -> Result<Differences, Failure> {
+        let family = node.family;
+        let read = self.runner(family, DEFAULT_LOCK_WAIT).read_all().await?;
+        let Some(state) = self.states.get(&family) else {
+            let unknown = State::of(plan, node, 0, read.filter.uses_sets());
+            return Ok(unknown.compare(&read, Comparison::Exact));
+        };
+        if let Some(how) = self.comparisons.get(&family) {
+            return Ok(state.compare(&read, *how));
+        }
+        // The first look after a full write: what differs now only in words is how this version of the tool prints.
+        let exact = state.compare(&read, Comparison::Exact);
+        if exact.is_empty() {
+            self.comparisons.insert(family, Comparison::Exact);
+            return Ok(exact);
+        }
+        let loose = state.compare(&read, Comparison::Shape);
+        if !loose.is_empty() {
+            return Ok(exact);
+        }
+        warn!(
+            ?family,
+            version = self.tools.version(),
+            "this version of iptables prints rules in words that are not known; only their number and targets are compared"
+        );
+        self.comparisons.insert(family, Comparison::Shape);
+        Ok(loose)
+    }
+
+    /// Writes what [`Dataplane::verify`] has found to differ, and nothing else.
+    pub async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
+        let mut errors = Vec::new();
+        for (family, differences) in std::mem::take(&mut self.found) {
+            // Taken out, so that it is read back if this fails.
+            let Some(state) = self.states.remove(&family) else { continue };
+            let lock_wait = plan.config().iptables.lock_timeout_seconds;
+            let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
+            let batch = differences.into_batch();
+            match runner.repair(&batch, state.uses_sets()).await {
+                Ok(()) => {
+                    self.states.insert(family, state);
+                }
+                Err(error) => errors.push(failure(family, &error)),
+            }
+        }
+        errors
     }
 
     /// Finds out whether the kernel could be written now, by a restore that holds nothing. With the legacy flavour it takes
     /// the lock and commits nothing, since that flavour copies the whole table for every commit.
     pub async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
         for family in &self.families {
-            let lock_wait = plan.config().iptables.lock_timeout_seconds;
-            let runner = Runner { tools: &self.tools, family: *family, lock_wait };
+            let runner = self.runner(*family, plan.config().iptables.lock_timeout_seconds);
             runner.restore_nothing().await.map_err(|error| failure(*family, &error))?;
         }
         Ok(())
@@ -177,6 +258,7 @@ impl Dataplane {
 /// Runs the tools for one family.
 struct Runner<'a> {
     tools: &'a Tools,
+    ear: &'a Mutex<Ear>,
     family: IpFamily,
     lock_wait: u32,
 }
@@ -224,7 +306,8 @@ impl Runner<'_> {
         let wait = self.lock_wait.to_string();
         let args = ["--noflush", "--counters", "-w", &wait];
         let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
-        self.tools.run(&command, &args, Some(&script.text), timeout).await?;
+        let (_, process) = self.tools.run_as(&command, &args, Some(&script.text), timeout).await?;
+        lock(self.ear).listen(process);
         Ok(())
     }
 
@@ -236,7 +319,8 @@ impl Runner<'_> {
             args.push("--test");
         }
         let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
-        self.tools.run(&command, &args, Some("*nat\nCOMMIT\n"), timeout).await?;
+        let (_, process) = self.tools.run_as(&command, &args, Some("*nat\nCOMMIT\n"), timeout).await?;
+        lock(self.ear).listen(process);
         Ok(())
     }
 
@@ -253,6 +337,14 @@ impl Runner<'_> {
             self.change_sets(&batch.sets.after(self.family)).await?;
         }
         Ok(())
+    }
+
+    /// As [`Self::write`], where even the sets may be gone.
+    async fn repair(&self, batch: &Batch, use_sets: bool) -> Result<(), Failure> {
+        if use_sets {
+            self.change_sets(&SetChanges::default().before(self.family, true)).await?;
+        }
+        self.write(batch, use_sets, &mut Written::default()).await
     }
 
     async fn change_sets(&self, input: &str) -> Result<(), Failure> {
@@ -274,6 +366,13 @@ impl Runner<'_> {
             }
         }
         Ok(Read { nat, filter, members })
+    }
+
+    /// How many members a set has, without listing them.
+    async fn set_size(&self, set: Set) -> Option<usize> {
+        let args = ["list", "-terse", set.name(self.family)];
+        let text = self.tools.run("ipset", &args, None, SAVE_TIMEOUT).await.ok()?;
+        text.lines().find_map(|line| line.strip_prefix("Number of entries: ")?.trim().parse().ok())
     }
 
     /// Whether sets can be made and rules can look into them: tried with the sets themselves, which are needed anyway, and a
@@ -321,9 +420,6 @@ impl Runner<'_> {
         let found = state.compare(&read, Comparison::Exact);
         let canary = read.nat.has(CANARY) || read.filter.has(CANARY);
         let mut written = Written { full: true, ..Written::default() };
-        if node.node_ports.localhost {
-            self.guard_localhost(&read.filter).await?;
-        }
         drop(read);
         self.write(&found.batch, use_sets, &mut written).await?;
         self.settle(&mut state, &mut written).await?;
@@ -357,44 +453,25 @@ impl Runner<'_> {
             }
         }
     }
-
-    /// Lets NodePorts answer on 127.0.0.1, and nothing else there be reached from outside.
-    async fn guard_localhost(&self, filter: &Saved) -> Result<(), Failure> {
-        let mut section = Section::new("filter");
-        let rules: Vec<&str> = filter.rules(GUARD).into_iter().flatten().collect();
-        if !filter.has(GUARD) {
-            section.chain(ChainName::new(GUARD), &[]);
-        }
-        if !rules.iter().any(|rule| rule.contains("block incoming localnet connections")) {
-            section.append_rule(GUARD, MARTIAN_RULE);
-        }
-        for hook in ["INPUT", "OUTPUT"] {
-            let mut jumps = filter.rules(hook).into_iter().flatten();
-            if !jumps.any(|rule| super::saved::target(rule) == Some(GUARD)) {
-                section.append_rule(hook, &format!("-j {GUARD}"));
-            }
-        }
-        let mut script = Script::default();
-        section.finish(&mut script);
-        if !script.text.is_empty() {
-            self.restore(&script).await?;
-        }
-        self.tools.route_localnet();
-        Ok(())
-    }
 }
 
 const CANARY: &str = "KUBE-PROXY-CANARY";
 /// A chain for trying out rules; nothing leads to it.
 const PROBE: &str = "KUBE-NP-PROBE";
-const GUARD: &str = "KUBE-FIREWALL";
+/// kubelet's chain, in which packets from outside are kept away from 127.0.0.0/8.
+pub(super) const GUARD: &str = "KUBE-FIREWALL";
+
+fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
+    ear.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Removes everything of ours in both families: the ways in first, then the chains. Touches nothing else; what is not
 /// there is no error.
 pub async fn cleanup(tools: &Tools) -> Result<(), SyncError> {
     let mut first = None;
     for family in [IpFamily::IPv4, IpFamily::IPv6] {
-        let runner = Runner { tools, family, lock_wait: DEFAULT_LOCK_WAIT };
+        let ear = Mutex::default();
+        let runner = Runner { tools, ear: &ear, family, lock_wait: DEFAULT_LOCK_WAIT };
         if let Err(error) = remove_family(&runner).await {
             warn!(?family, %error, "not everything could be removed");
             first.get_or_insert(failure(family, &error));

@@ -7,6 +7,7 @@
 
 mod batch;
 mod dataplane;
+mod ear;
 mod names;
 mod render;
 mod saved;

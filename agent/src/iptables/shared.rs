@@ -18,8 +18,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::IpNet;
 use pointsman_crds::proxy_node_status::IpFamily;
 
+use super::dataplane::GUARD;
 use super::names::ChainName;
 use super::render::{Capture, Chains, List, MARK_FOREIGN, MARK_MASQ, Rule, commented, from_local_pods, host};
+use super::saved::{Saved, target};
 use super::sets;
 use super::tree::{Block, Bounded, Contents, Touched, Tree};
 use crate::model::Protocol;
@@ -376,7 +378,23 @@ fn forward(node: &NodePlan, accepted: u32) -> Vec<Rule> {
 
 /// Keeps packets from outside away from services that listen on 127.0.0.1 only, while `route_localnet` lets them in
 /// (CVE-2020-8558). In kubelet's chain, with kubelet's text.
-pub(super) const MARTIAN_RULE: &str = "! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment \"block incoming localnet connections\" -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP";
+const MARTIAN_RULE: &str = "! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment \"block incoming localnet connections\" -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP";
+
+/// What is missing of what keeps packets from outside away from 127.0.0.0/8: rules, and the chains that they go to the end
+/// of.
+pub(super) fn guard(filter: &Saved) -> Vec<(&'static str, &'static str)> {
+    let has = |chain, wanted: &dyn Fn(&str) -> bool| filter.rules(chain).into_iter().flatten().any(wanted);
+    let mut missing = Vec::new();
+    if !has(GUARD, &|rule| rule.contains("block incoming localnet connections")) {
+        missing.push((GUARD, MARTIAN_RULE));
+    }
+    for hook in ["INPUT", "OUTPUT"] {
+        if !has(hook, &|rule| target(rule) == Some(GUARD)) {
+            missing.push((hook, "-j KUBE-FIREWALL"));
+        }
+    }
+    missing
+}
 
 /// A rule that leads from a built-in chain to one of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::Batch;
+use super::dataplane::GUARD;
 use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
-use super::sets::{self, Element, SetChanges};
-use super::shared::{Dispatch, DispatchTouched, Frame, JUMPS};
+use super::sets::{self, Element, Set, SetChanges};
+use super::shared::{Dispatch, DispatchTouched, Frame, JUMPS, guard};
 use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
 
 /// What the kernel holds of ours in one family.
@@ -30,6 +31,8 @@ pub(super) struct State {
     use_sets: bool,
     /// ClusterIPs, with the number of Service ports at each.
     cluster_ips: BTreeMap<IpAddr, usize>,
+    /// Members of each set, beside those of the ClusterIPs.
+    refused: BTreeMap<Set, usize>,
     /// Rules in the chains of Service ports.
     port_rules: usize,
     /// Rules that Service ports add to the lists.
@@ -68,6 +71,7 @@ impl State {
             dispatch: Dispatch::new(node),
             use_sets,
             cluster_ips: BTreeMap::new(),
+            refused: BTreeMap::new(),
             port_rules: 0,
             listed_rules: 0,
         };
@@ -76,6 +80,9 @@ impl State {
             let rendered = render(id, port, node);
             state.port_rules += count(&rendered.chains);
             state.listed_rules += listed(&rendered, node.family, use_sets).len();
+            for (set, _) in rendered.refusals.iter().filter_map(sets::element) {
+                *state.refused.entry(set).or_default() += 1;
+            }
             if let Some(address) = port.cluster_ip {
                 *state.cluster_ips.entry(address).or_default() += 1;
             }
@@ -127,8 +134,15 @@ impl State {
                 self.ports.insert(id.clone(), new);
             }
             if self.use_sets {
-                batch.sets.removed.extend(before.refusals.iter().filter_map(sets::element));
-                batch.sets.added.extend(after.refusals.iter().filter_map(sets::element));
+                for element in before.refusals.iter().filter_map(sets::element) {
+                    let count = self.refused.entry(element.0).or_default();
+                    *count = count.saturating_sub(1);
+                    batch.sets.removed.insert(element);
+                }
+                for element in after.refusals.iter().filter_map(sets::element) {
+                    *self.refused.entry(element.0).or_default() += 1;
+                    batch.sets.added.insert(element);
+                }
             }
             self.port_rules = self.port_rules + count(&after.chains) - count(&before.chains);
             let (removed, added) =
@@ -187,6 +201,14 @@ impl State {
     /// Whether sets say what is refused.
     pub(super) fn uses_sets(&self) -> bool {
         self.use_sets
+    }
+
+    /// How many members a set has.
+    pub(super) fn set_size(&self, set: Set) -> usize {
+        match set {
+            Set::ClusterIps => self.cluster_ips.len(),
+            Set::Drop | Set::Reject => self.refused.get(&set).copied().unwrap_or_default(),
+        }
     }
 
     /// Whether NodePorts answer on 127.0.0.1.
@@ -282,6 +304,12 @@ impl State {
             }
         }
         batch.listed = lists;
+        if self.localhost() {
+            if !filter.has(GUARD) {
+                batch.new_lists.insert(ChainName::new(GUARD));
+            }
+            batch.guard = guard(filter);
+        }
         for name in filter.needed_by_others("filter", ours_in_filter) {
             filter_stale.remove(&name);
         }
@@ -329,6 +357,14 @@ impl Differences {
         nat.chain(batch.dispatch.keys()).chain(batch.filter.keys()).chain(&batch.new_lists).copied().collect()
     }
 
+    /// What makes the kernel equal, with what is only left over.
+    pub(super) fn into_batch(self) -> Batch {
+        let Self { mut batch, stale, filter_stale } = self;
+        batch.stale.extend(stale);
+        batch.filter_stale.extend(filter_stale);
+        batch
+    }
+
     /// Whether there are none.
     pub(super) fn is_empty(&self) -> bool {
         self.describe(IpFamily::IPv4).is_empty()
@@ -352,6 +388,9 @@ impl Differences {
             lines.extend(
                 members.iter().map(|(set, member)| format!("set {}: {what}: {member}", set.name(family))),
             );
+        }
+        for (chain, rule) in &batch.guard {
+            lines.push(format!("{family:?} filter chain {chain}: missing: {rule}"));
         }
         for jump in &batch.jumps {
             lines.push(format!("{family:?} {} chain {}: no way to {}", jump.table, jump.from, jump.to));

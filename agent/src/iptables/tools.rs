@@ -40,8 +40,6 @@ pub struct Options {
     pub directory: Option<PathBuf>,
     /// Command and arguments that every tool is started through, such as `nsenter --net=…`.
     pub wrapper: Vec<OsString>,
-    /// Where kernel settings are; otherwise `/proc/sys`.
-    pub sysctls: Option<PathBuf>,
 }
 
 /// Why there are no tools to work with.
@@ -210,16 +208,6 @@ impl Tools {
         &self.version
     }
 
-    /// Lets the kernel route packets to 127.0.0.0/8, which NodePorts on localhost need. A node whose `/proc/sys` is
-    /// read-only goes without.
-    pub(super) fn route_localnet(&self) {
-        let root = self.options.sysctls.clone().unwrap_or_else(|| PathBuf::from("/proc/sys"));
-        let path = root.join("net/ipv4/conf/all/route_localnet");
-        if let Err(error) = std::fs::write(&path, "1") {
-            tracing::warn!(path = %path.display(), %error, "NodePorts do not answer on 127.0.0.1; set net.ipv4.conf.all.route_localnet to 1");
-        }
-    }
-
     /// The name of a command: `""`, `-save` or `-restore`.
     pub(super) fn command(&self, family: IpFamily, suffix: &str) -> String {
         let stem = match family {
@@ -229,7 +217,7 @@ impl Tools {
         if self.suffixed { format!("{stem}-{}{suffix}", self.flavour) } else { format!("{stem}{suffix}") }
     }
 
-    /// Runs a tool to its end.
+    /// Runs a tool to its end. Returns what it printed.
     pub(super) async fn run(
         &self,
         command: &str,
@@ -237,6 +225,17 @@ impl Tools {
         input: Option<&str>,
         timeout: Duration,
     ) -> Result<String, RunError> {
+        Ok(self.run_as(command, args, input, timeout).await?.0)
+    }
+
+    /// Runs a tool to its end. Returns what it printed, and the id of the process that it was.
+    pub(super) async fn run_as(
+        &self,
+        command: &str,
+        args: &[&str],
+        input: Option<&str>,
+        timeout: Duration,
+    ) -> Result<(String, Option<u32>), RunError> {
         let program: OsString = match &self.options.directory {
             Some(directory) => directory.join(command).into(),
             None => command.into(),
@@ -253,6 +252,7 @@ impl Tools {
             .kill_on_drop(true);
         let start = |source| RunError::Start { command: command.to_owned(), source };
         let mut child = process.spawn().map_err(start)?;
+        let id = child.id();
         let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let feed = async {
             if let (Some(mut pipe), Some(input)) = (stdin, input) {
@@ -280,7 +280,7 @@ impl Tools {
         };
         let status = status.map_err(start)?;
         if status.success() {
-            return Ok(String::from_utf8_lossy(&out).into_owned());
+            return Ok((String::from_utf8_lossy(&out).into_owned(), id));
         }
         Err(RunError::Failed {
             command: command.to_owned(),

@@ -13,7 +13,7 @@ use tracing::{error, info, warn};
 use super::flows::Flows;
 use super::latency::Latency;
 use super::schedule::Schedule;
-use super::{Input, Opened, Platform};
+use super::{Dataplane, Input, Opened, Platform};
 use crate::config::checkpoint::Checkpoint;
 use crate::config::{Assessment, Candidate};
 use crate::health::Pulse;
@@ -147,6 +147,7 @@ impl<P: Platform> Engine<P> {
                 biased;
                 _ = &mut stop => return,
                 () = sleep_until(wake) => self.turn().await,
+                () = self.foreign_change() => self.schedule.noticed(),
                 received = inputs.recv_many(&mut batch, BATCH) => {
                     if received == 0 {
                         return;
@@ -156,6 +157,14 @@ impl<P: Platform> Engine<P> {
                     }
                 }
             }
+        }
+    }
+
+    /// Waits for somebody else to change what is ours, if that is to be looked at.
+    async fn foreign_change(&mut self) {
+        match self.running.as_mut().filter(|_| self.planned && self.schedule.looks()) {
+            Some(running) => running.dataplane.changed().await,
+            None => std::future::pending().await,
         }
     }
 

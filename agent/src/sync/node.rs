@@ -13,8 +13,9 @@ use super::{Opened, Platform};
 use crate::config::Rejection;
 use crate::conntrack::{self, Job, Report};
 use crate::iptables::{self, Tools};
-use crate::kernel::{SyncError, Synced};
+use crate::kernel::{Reach, SyncError, Synced};
 use crate::model::{NodeFacts, family_of};
+use crate::netfilter::Notices;
 use crate::plan::{Changes, Plan};
 use crate::sysctl::{self, Settings, Sysctls, Write};
 
@@ -54,7 +55,13 @@ impl Platform for Node {
         let leftovers = tools.other_flavour_in_use().await;
         let leftovers =
             leftovers.into_iter().map(|other| iptables::Dataplane::new(other, &families)).collect();
-        let dataplane = iptables::Dataplane::new(tools, &families);
+        let mut dataplane = iptables::Dataplane::new(tools, &families);
+        match Notices::subscribe() {
+            Ok(notices) => dataplane = dataplane.listening(notices),
+            Err(error) => {
+                info!("the kernel's notices about rules cannot be read ({error}); reading the rules instead");
+            }
+        }
         Ok(Opened { dataplane, leftovers, mode, fallback, families, iptables_version })
     }
 
@@ -107,12 +114,16 @@ impl super::Dataplane for iptables::Dataplane {
         Self::sync(self, plan, changes).await
     }
 
-    async fn verify(&mut self, plan: &Plan) -> Result<Vec<String>, SyncError> {
-        Self::verify(self, plan).await
+    async fn changed(&mut self) {
+        Self::changed(self).await;
     }
 
-    fn distrust(&mut self) {
-        Self::distrust(self);
+    async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
+        Self::verify(self, plan, reach).await
+    }
+
+    async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
+        Self::repair(self, plan).await
     }
 
     async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {

@@ -17,6 +17,13 @@ const LEAST_PROBE: Duration = Duration::from_secs(5);
 /// A probe may take a hundredth of the time.
 const PROBE_SHARE: u32 = 100;
 
+/// Foreign changes often come in groups.
+const SETTLE: Duration = Duration::from_millis(200);
+/// Looks because of foreign changes are at least this far apart.
+const LEAST_LOOK: Duration = Duration::from_secs(1);
+/// And take a tenth of the time at most, whatever others do.
+const LOOK_SHARE: u32 = 10;
+
 /// The sync loop's clock.
 #[derive(Debug)]
 pub struct Schedule {
@@ -29,6 +36,8 @@ pub struct Schedule {
     retry: Option<Instant>,
     next_probe: Option<Instant>,
     next_look: Option<Instant>,
+    /// When the kernel was last read and how long that took.
+    last_look: Option<(Instant, Duration)>,
 }
 
 impl Default for Schedule {
@@ -43,6 +52,7 @@ impl Default for Schedule {
             retry: None,
             next_probe: None,
             next_look: None,
+            last_look: None,
         }
     }
 }
@@ -109,9 +119,23 @@ impl Schedule {
             Some(Instant::now() + (took * PROBE_SHARE).clamp(LEAST_PROBE, self.period.max(LEAST_PROBE)));
     }
 
-    /// The kernel was read back.
-    pub fn looked(&mut self) {
-        self.next_look = self.drift.map(|interval| Instant::now() + interval);
+    /// The kernel was read back and that took so long.
+    pub fn looked(&mut self, took: Duration) {
+        let now = Instant::now();
+        self.last_look = Some((now, took));
+        self.next_look = self.drift.map(|interval| now + interval);
+    }
+
+    /// Whether foreign changes are looked for.
+    pub fn looks(&self) -> bool {
+        self.drift.is_some()
+    }
+
+    /// Somebody else has changed something that may be ours.
+    pub fn noticed(&mut self) {
+        let rested = self.last_look.map(|(end, took)| end + (took * LOOK_SHARE).max(LEAST_LOOK));
+        let soon = (Instant::now() + SETTLE).max(rested.unwrap_or(self.begun));
+        self.next_look = self.next_look.map(|look| look.min(soon));
     }
 }
 

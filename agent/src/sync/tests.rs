@@ -2,6 +2,7 @@
 
 mod rig;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
@@ -155,7 +156,7 @@ async fn a_new_configuration_is_active_only_when_it_was_read_back() {
     let mut config = sample();
     config.masquerade.bit = 15;
     let new = candidate("default", config);
-    rig.script.lock().unwrap().differences.push_back(vec!["KUBE-POSTROUTING".to_owned()]);
+    rig.script.lock().unwrap().differences.extend(vec![vec!["KUBE-POSTROUTING".to_owned()]; 2]);
     sleep(Duration::from_secs(2)).await;
     rig.config(new.clone()).await;
     rig.settle().await;
@@ -235,19 +236,52 @@ async fn a_mode_that_the_node_cannot_run_is_incompatible_and_the_old_one_goes_on
 async fn syn_10_drift_is_repaired_and_counted() {
     let rig = rig();
     rig.begin().await;
-    let reads = rig.script.lock().unwrap().reads;
+    assert_eq!(
+        rig.script.lock().unwrap().reads,
+        [Reach::Everything],
+        "what was just written is read in full"
+    );
     rig.script.lock().unwrap().differences.push_back(vec!["KUBE-SERVICES".to_owned()]);
     sleep(Duration::from_secs(61)).await;
     let state = rig.now();
     assert_eq!((state.drift.foreign_changes, state.drift.repairs), (1, 1));
     assert!(!state.drift.differs && state.verified);
     assert_eq!(state.drift.last_diff.as_deref(), Some("KUBE-SERVICES"));
-    assert_eq!(
-        rig.script.lock().unwrap().reads,
-        reads + 2,
-        "once to find it, once to see that it is repaired"
-    );
-    assert_eq!(rig.writes().len(), 2);
+    let script = rig.script.lock().unwrap();
+    assert_eq!(script.reads[1..], [Reach::Suspects; 2], "once to find it, once to see that it is repaired");
+    assert_eq!((script.repairs.len(), script.writes.len()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn syn_10_a_change_that_the_kernel_tells_of_is_repaired_within_a_second() {
+    let rig = rig();
+    rig.begin().await;
+    sleep(Duration::from_secs(5)).await;
+    let change = Arc::clone(&rig.script.lock().unwrap().foreign_change);
+    rig.script.lock().unwrap().differences.push_back(vec!["KUBE-SERVICES".to_owned()]);
+    let begun = Instant::now();
+    change.notify_one();
+    sleep(Duration::from_secs(1)).await;
+    assert!(rig.script.lock().unwrap().repairs[0] - begun < Duration::from_secs(1));
+    // Whoever changes something all the time keeps us busy once a second.
+    let reads = rig.script.lock().unwrap().reads.len();
+    for _ in 0..100 {
+        change.notify_one();
+        sleep(Duration::from_millis(100)).await;
+    }
+    let more = rig.script.lock().unwrap().reads.len() - reads;
+    assert!((8..=10).contains(&more), "{more} looks in ten seconds");
+    // A repair that fails is a failed write.
+    sleep(Duration::from_secs(5)).await;
+    rig.script.lock().unwrap().failures.push_back(SyncFailure::LockTimeout);
+    rig.script.lock().unwrap().differences.push_back(vec!["KUBE-SERVICES".to_owned()]);
+    change.notify_one();
+    sleep(Duration::from_millis(500)).await;
+    let state = rig.now();
+    assert_eq!(state.error().map(|error| error.failure), Some(SyncFailure::LockTimeout));
+    assert!(state.drift.differs && !state.verified);
+    sleep(Duration::from_secs(2)).await;
+    assert!(rig.now().verified && !rig.now().drift.differs, "sooner than a period");
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,7 +10,7 @@ use tracing::{debug, error, info, warn};
 
 use super::engine::Engine;
 use super::{Dataplane, Platform};
-use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::plan::Changes;
 use crate::random;
 use crate::sysctl::Settings;
@@ -137,17 +137,12 @@ impl<P: Platform> Engine<P> {
 
     /// Reads back what was written, and calls the configuration active if it is there.
     async fn read_back(&mut self) {
-        let Some(differences) = self.verify().await else { return };
+        let Some(differences) = self.verify(Reach::Everything).await else { return };
         if !differences.is_empty() {
-            self.distrust();
-            let family = self.state.family_order.first().copied().unwrap_or(IpFamily::IPv4);
-            let message = format!(
-                "read back after writing, the kernel differs: {}; something else changes our chains at the same time",
-                show(&differences)
-            );
-            self.fail(SyncError { family, failure: SyncFailure::SyncFailed, message }, true);
-            self.schedule.failed(random::fraction());
-            return;
+            warn!("read back after writing, the kernel differs: {}", show(&differences));
+            if !self.repair().await {
+                return;
+            }
         }
         self.state.verified = true;
         self.state.drift.differs = false;
@@ -158,11 +153,12 @@ impl<P: Platform> Engine<P> {
     }
 
     /// Reads the kernel. A failure counts as a failed write: nobody knows what it holds.
-    async fn verify(&mut self) -> Option<Vec<String>> {
+    async fn verify(&mut self, reach: Reach) -> Option<Vec<String>> {
         let running = self.running.as_mut()?;
         self.outside.pulse.beat(true);
-        let verified = running.dataplane.verify(&running.plan).await;
-        self.schedule.looked();
+        let begun = Instant::now();
+        let verified = running.dataplane.verify(&running.plan, reach).await;
+        self.schedule.looked(begun.elapsed());
         match verified {
             Ok(differences) => {
                 self.state.drift.last_check = Some(Timestamp::now());
@@ -176,10 +172,29 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    fn distrust(&mut self) {
-        if let Some(running) = &mut self.running {
-            running.dataplane.distrust();
+    /// Writes what the last look has found to differ, and looks again. Returns whether the kernel is as it should be; if not,
+    /// that counts as a failed write.
+    async fn repair(&mut self) -> bool {
+        let Some(running) = self.running.as_mut() else { return false };
+        let errors = running.dataplane.repair(&running.plan).await;
+        let failed = !errors.is_empty();
+        for error in errors {
+            self.fail(error, false);
         }
+        if !failed {
+            let Some(left) = self.verify(Reach::Suspects).await else { return false };
+            if left.is_empty() {
+                return true;
+            }
+            let family = self.state.family_order.first().copied().unwrap_or(IpFamily::IPv4);
+            let message = format!(
+                "repaired and read back, the kernel differs again: {}; something else changes our chains at the same time",
+                show(&left)
+            );
+            self.fail(SyncError { family, failure: SyncFailure::SyncFailed, message }, false);
+        }
+        self.schedule.failed(random::fraction());
+        false
     }
 
     async fn activate(&mut self) {
@@ -220,7 +235,7 @@ impl<P: Platform> Engine<P> {
 
     /// Looks for foreign changes, and repairs them if it may.
     pub(super) async fn look(&mut self) {
-        let Some(differences) = self.verify().await else { return };
+        let Some(differences) = self.verify(Reach::Suspects).await else { return };
         if !self.state.settings.is_empty() {
             self.settings = None;
             self.adjust().await;
@@ -243,11 +258,9 @@ impl<P: Platform> Engine<P> {
         if policy != Some(DriftPolicy::Repair) {
             return;
         }
-        self.distrust();
-        self.must_write = true;
-        self.state.verified = false;
-        self.write().await;
-        if self.state.verified {
+        if self.repair().await {
+            self.state.drift.differs = false;
+            self.state.drift.error = None;
             self.state.drift.repairs += 1;
             info!("repaired");
         } else {

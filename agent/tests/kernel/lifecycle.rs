@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address, connect, ip};
 use crate::world::{World, block_on, config, options, tools};
 
-const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
+pub const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
 
 fn spec() -> serde_json::Value {
     json!({
@@ -23,11 +23,11 @@ fn spec() -> serde_json::Value {
     })
 }
 
-fn cluster_ip() -> SocketAddr {
+pub fn cluster_ip() -> SocketAddr {
     (ip("10.96.0.80"), 80).into()
 }
 
-fn loaded(lab: &Lab, flavour: Flavour) -> World {
+pub fn loaded(lab: &Lab, flavour: Flavour) -> World {
     let mut world = World::new(lab, flavour);
     world.service("web", spec());
     world.endpoints("web", &[POD_A, REMOTE]);
@@ -188,8 +188,8 @@ fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
         // Nothing to clean is no error.
         block_on(cleanup(&tools(&lab, flavour))).unwrap();
         // What was there is restored after a cleanup.
-        world.dataplane.distrust();
-        world.settle();
+        assert!(!world.differences().is_empty());
+        world.repair();
         assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
     }
 }
@@ -234,8 +234,7 @@ fn syn_8_a_failed_write_is_read_back_and_repaired() {
         // Drift that no write meets is found by comparing.
         lab.node(&format!("iptables-{flavour} -t nat -F KUBE-MARK-MASQ; iptables-{flavour} -D FORWARD 1"));
         assert_eq!(world.differences().len(), 2, "{:?}", world.differences());
-        world.dataplane.distrust();
-        world.settle();
+        world.repair();
     }
 }
 

@@ -3,6 +3,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_push_string)]
 
+mod drift;
 mod lifecycle;
 mod net;
 mod policies;

@@ -1,7 +1,7 @@
 //! A cluster as the agent sees it, and the kernel of a [`Lab`] that follows it.
 
 use pointsman_agent::iptables::{Dataplane, Flavour, Options, Tools};
-use pointsman_agent::kernel::{SyncError, Synced};
+use pointsman_agent::kernel::{Reach, SyncError, Synced};
 use pointsman_agent::model::{Change, Dirty, Model, NodeFacts, ObjectName};
 use pointsman_agent::plan::{Changes, Plan};
 use pointsman_crds::NodeProxyConfiguration;
@@ -27,7 +27,7 @@ pub struct World {
     pub plan: Plan,
     pub dataplane: Dataplane,
     pub pending: Changes,
-    runtime: Runtime,
+    pub runtime: Runtime,
 }
 
 pub fn tools(lab: &Lab, flavour: Flavour) -> Tools {
@@ -40,11 +40,7 @@ pub fn tools(lab: &Lab, flavour: Flavour) -> Tools {
 
 pub fn options(lab: &Lab) -> Options {
     let enter = format!("--net=/run/netns/{}", lab.namespace(NODE));
-    Options {
-        wrapper: vec!["nsenter".into(), enter.into()],
-        sysctls: Some(std::env::temp_dir().join("pointsman-no-sysctls")),
-        ..Options::default()
-    }
+    Options { wrapper: vec!["nsenter".into(), enter.into()], ..Options::default() }
 }
 
 pub fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -143,7 +139,7 @@ impl World {
     }
 
     pub fn differences(&mut self) -> Vec<String> {
-        self.runtime.block_on(self.dataplane.verify(&self.plan)).unwrap()
+        self.runtime.block_on(self.dataplane.verify(&self.plan, Reach::Everything)).unwrap()
     }
 
     /// Syncs, and proves that the kernel holds what the plan says.

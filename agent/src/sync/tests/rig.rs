@@ -10,7 +10,7 @@ use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use serde_json::json;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep};
 
 use crate::config::checkpoint::Checkpoint;
@@ -18,7 +18,7 @@ use crate::config::tests::{candidate, sample};
 use crate::config::{Assessment, Candidate, Rejection, Tampering};
 use crate::conntrack::{Job, Report};
 use crate::health::Pulse;
-use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::metrics::Metrics;
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
@@ -46,7 +46,11 @@ pub struct Script {
     pub broken: Option<SyncFailure>,
     /// Answers of the next reads; no difference when empty.
     pub differences: VecDeque<Vec<String>>,
-    pub reads: usize,
+    pub reads: Vec<Reach>,
+    /// When the fake kernel was repaired.
+    pub repairs: Vec<Instant>,
+    /// Somebody else changes it.
+    pub foreign_change: Arc<Notify>,
     /// When the kernel was written or probed.
     pub attempts: Vec<Instant>,
     pub takes: Duration,
@@ -96,17 +100,25 @@ impl Dataplane for Fake {
         (Synced { full, rules, ..Synced::default() }, Vec::new())
     }
 
-    async fn verify(&mut self, _: &Plan) -> Result<Vec<String>, SyncError> {
+    async fn changed(&mut self) {
+        let notify = Arc::clone(&self.0.lock().unwrap().foreign_change);
+        notify.notified().await;
+    }
+
+    async fn verify(&mut self, _: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
         let mut script = self.0.lock().unwrap();
-        script.reads += 1;
+        script.reads.push(reach);
         if let Some(failure) = script.broken {
             return Err(error(failure));
         }
         Ok(script.differences.pop_front().unwrap_or_default())
     }
 
-    fn distrust(&mut self) {
-        self.0.lock().unwrap().needs_full = true;
+    async fn repair(&mut self, _: &Plan) -> Vec<SyncError> {
+        let mut script = self.0.lock().unwrap();
+        let failure = script.failures.pop_front().or(script.broken);
+        script.repairs.push(Instant::now());
+        failure.map(error).into_iter().collect()
     }
 
     async fn probe(&mut self, _: &Plan) -> Result<(), SyncError> {
