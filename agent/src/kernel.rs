@@ -10,6 +10,8 @@ use std::time::Duration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use thiserror::Error;
 
+use crate::conntrack::Target;
+
 /// How much of the kernel a look takes in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
@@ -28,6 +30,8 @@ pub struct Synced {
     pub rules: BTreeMap<(IpFamily, &'static str), usize>,
     /// Rules that this write contained, by family and table.
     pub written: BTreeMap<(IpFamily, &'static str), usize>,
+    /// UDP and SCTP frontends that the kernel served, as far as it was read, whether or not the plan has them.
+    pub served: Vec<(IpFamily, Target)>,
     /// Time spent in each family.
     pub duration: BTreeMap<IpFamily, Duration>,
 }

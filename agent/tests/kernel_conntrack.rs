@@ -188,9 +188,21 @@ fn ct_2_ct_3_ct_4_old_ports_untranslated_and_scaled_to_zero() {
         ]);
         assert_eq!(run(&service(&["10.244.1.7:5354"])).deleted, 4);
         assert_eq!(table("ipv4"), BTreeSet::from([2, 4, 7]));
-        insert(&[made(8, Protocol::Udp, "192.168.1.5:30053", "10.244.1.7:5354")]);
+        insert(&[
+            made(8, Protocol::Udp, "192.168.1.5:30053", "10.244.1.7:5354"),
+            made(9, Protocol::Udp, "192.168.1.5:30053", "192.168.1.5:30053"),
+            made(10, Protocol::Udp, "198.51.100.1:30053", "10.244.1.7:5354"),
+        ]);
         assert_eq!(run(&service(&[])).deleted, 2);
-        assert_eq!(table("ipv4"), BTreeSet::from([4, 8]));
+        assert_eq!(table("ipv4"), BTreeSet::from([4, 8, 9, 10]), "who knows whose node port that is");
+        let mut none_left = service(&[]);
+        none_left.node_addresses = Some(HashSet::from([NODE.parse().unwrap()]));
+        assert_eq!(run(&none_left).deleted, 1);
+        assert_eq!(
+            table("ipv4"),
+            BTreeSet::from([4, 9, 10]),
+            "9 is for a listener of the node, 10 for another host"
+        );
     });
 }
 

@@ -179,8 +179,9 @@ impl Serving {
 /// Whether this entry leads somewhere its frontend does not lead any more, and may be deleted.
 ///
 /// - Where an entry leads is the source of its replies; for an entry that was never translated, the frontend itself.
-/// - A frontend without serving endpoints loses all entries (k/k#139628), a node port without them none: a node port is
-///   recognised by its port only, which may belong to something else than the service.
+/// - A frontend without serving endpoints loses all entries (k/k#139628), a node port without them those that were
+///   translated: a datagram to the node itself may be for something else that listens on that port. Where the node's
+///   addresses are not known, so that only the port says what it is, none.
 /// - A frontend that is gone loses all entries (k/k#141371), a node port that is gone those that were translated.
 /// - TCP entries go only while nobody has answered the first SYN (k/k#101607): an established connection to an endpoint
 ///   that is shutting down must be able to end well (k/k#102631).
@@ -210,7 +211,8 @@ pub fn stale(entry: &Entry, serving: &Serving) -> bool {
     }
     let key = NodePort::new(frontend.port(), protocol);
     if let Some(endpoints) = serving.node_ports.get(&key) {
-        return !endpoints.is_empty() && !endpoints.contains(endpoint);
+        let ours = !endpoints.is_empty() || (translated && serving.node_addresses.is_some());
+        return ours && !endpoints.contains(endpoint);
     }
     translated && serving.removed_node_ports.contains(&key)
 }

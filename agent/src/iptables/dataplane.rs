@@ -22,6 +22,7 @@ use super::sets::{self, Set, SetChanges};
 use super::shared::JUMPS;
 use super::state::{Differences, Read, State};
 use super::tools::{Flavour, RunError, Tools};
+use crate::conntrack::Target;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::netfilter::Notices;
 use crate::plan::{Changes, NodePlan, Plan};
@@ -53,6 +54,7 @@ pub struct Dataplane {
 struct Written {
     full: bool,
     rules: (usize, usize),
+    served: Vec<Target>,
 }
 
 impl Dataplane {
@@ -107,6 +109,7 @@ impl Dataplane {
             match self.sync_family(plan, node, changes).await {
                 Ok(written) => {
                     synced.full |= written.full;
+                    synced.served.extend(written.served.iter().map(|target| (family, *target)));
                     synced.written.insert((family, "nat"), written.rules.0);
                     synced.written.insert((family, "filter"), written.rules.1);
                     synced.duration.insert(family, start.elapsed());
@@ -419,7 +422,7 @@ impl Runner<'_> {
         let mut state = State::of(plan, node, accepted, use_sets);
         let found = state.compare(&read, Comparison::Exact);
         let canary = read.nat.has(CANARY) || read.filter.has(CANARY);
-        let mut written = Written { full: true, ..Written::default() };
+        let mut written = Written { full: true, served: read.nat.served(), ..Written::default() };
         drop(read);
         self.write(&found.batch, use_sets, &mut written).await?;
         self.settle(&mut state, &mut written).await?;

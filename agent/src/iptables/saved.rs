@@ -4,10 +4,12 @@
 //! ours somebody else's rules lead to.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
 use super::names::ChainName;
 use super::shared::Jump;
+use crate::conntrack::{Frontend, NodePort, Protocol, Target};
 
 /// How closely rules must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +112,17 @@ impl Saved {
         self.rules(jump.from).into_iter().flatten().filter(move |rule| leads(rule, jump))
     }
 
+    /// The UDP and SCTP frontends that rules of ours, or of kube-proxy in iptables mode, lead to endpoints. In nat.
+    pub(super) fn served(&self) -> Vec<Target> {
+        let dispatch = |name: &&String| {
+            matches!(name.as_str(), "KUBE-SERVICES" | "KUBE-NODEPORTS")
+                || name.starts_with("KUBE-IP-")
+                || name.starts_with("KUBE-NP-")
+        };
+        let rules = self.chains.keys().filter(dispatch).filter_map(|name| self.rules(name)).flatten();
+        rules.filter_map(frontend).collect()
+    }
+
     /// The mark bits that a chain sets or looks for.
     pub(super) fn marks(&self, chain: &str) -> u32 {
         let mut bits = 0;
@@ -137,6 +150,28 @@ pub(super) fn target(rule: &str) -> Option<&str> {
     let mut words = rule.split_whitespace();
     words.find(|word| matches!(*word, "-j" | "-g"))?;
     words.next()
+}
+
+/// The UDP or SCTP frontend that a rule catches packets to.
+fn frontend(rule: &str) -> Option<Target> {
+    const SERVICE: [&str; 4] = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-"];
+    target(rule).filter(|target| SERVICE.iter().any(|prefix| target.starts_with(prefix)))?;
+    let after = |option: &str| {
+        let mut words = rule.split_whitespace();
+        words.find(|word| *word == option)?;
+        words.next()
+    };
+    let protocol = match after("-p")? {
+        "udp" => Protocol::Udp,
+        "sctp" => Protocol::Sctp,
+        _ => return None,
+    };
+    let port = after("--dport")?.parse().ok()?;
+    let Some(destination) = after("-d") else { return Some(NodePort::new(port, protocol).into()) };
+    let (address, length) = destination.split_once('/')?;
+    let address: IpAddr = address.parse().ok()?;
+    let whole = if address.is_ipv4() { "32" } else { "128" };
+    (length == whole).then(|| Frontend::new(SocketAddr::new(address, port), protocol).into())
 }
 
 /// Whether a chain of the nat table is ours or kube-proxy's (iptables mode), by its name.
@@ -200,6 +235,29 @@ COMMIT
         assert_eq!(saved.jumps(JUMPS.last().unwrap()).count(), 1);
         let needed: Vec<_> = saved.needed_by_others("nat", ours_in_nat).into_iter().collect();
         assert_eq!(needed, [ChainName::new("KUBE-MARK-MASQ")]);
+    }
+
+    #[test]
+    fn ct_6_rules_say_which_frontends_were_served() {
+        for (rule, expected) in [
+            (
+                "-d 10.96.0.10/32 -p udp -m comment --comment \"ns/a:dns cluster IP\" -m udp --dport 53 -j KUBE-SVC-A",
+                Some("10.96.0.10:53"),
+            ),
+            ("-d fd00::a/128 -p sctp -m sctp --dport 53 -j KUBE-SVL-A", Some("[fd00::a]:53")),
+            ("-d 10.96.0.10/32 -p tcp -m tcp --dport 53 -j KUBE-SVC-A", None),
+            ("-d 127.0.0.0/8 -p udp -m udp --dport 30053 -j KUBE-EXT-A", None),
+            ("-d 10.96.0.0/12 -j KUBE-IP-10.96.0.0/12", None),
+            ("-p udp -m udp --dport 30720:31743 -g KUBE-NP-UDP-30720-31743", None),
+        ] {
+            let expected = expected.map(|address: &str| {
+                let protocol = if rule.contains("sctp") { Protocol::Sctp } else { Protocol::Udp };
+                Frontend::new(address.parse().unwrap(), protocol).into()
+            });
+            assert_eq!(frontend(rule), expected, "{rule}");
+        }
+        let node_port = "-p udp -m comment --comment \"ns/a:dns\" -m udp --dport 30053 -j KUBE-EXT-A";
+        assert_eq!(frontend(node_port), Some(NodePort::new(30053, Protocol::Udp).into()));
     }
 
     #[test]

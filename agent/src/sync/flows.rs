@@ -3,7 +3,7 @@
 //! In: the plan, and which of its ports have changed. Out: one [`Job`] per family for [`crate::conntrack`], due until a run has
 //! succeeded. TCP is left alone: an established connection to a terminating endpoint is to end by itself.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
 
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -49,6 +49,16 @@ impl Flows {
             for target in self.targets.get(id).cloned().unwrap_or_default() {
                 self.reconciler(id.family).set(target, endpoints.clone());
             }
+        }
+    }
+
+    /// Takes in frontends that the kernel was found to serve. Those that the plan does not have went while no agent ran.
+    pub(super) fn found(&mut self, served: &[(IpFamily, Target)]) {
+        let planned: HashSet<(IpFamily, Target)> = (self.targets.iter())
+            .flat_map(|(id, targets)| targets.iter().map(|target| (id.family, *target)))
+            .collect();
+        for (family, target) in served.iter().filter(|found| !planned.contains(found)) {
+            self.reconciler(*family).remove(*target);
         }
     }
 

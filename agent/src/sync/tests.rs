@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 
 use super::*;
 use crate::config::tests::{candidate, sample};
+use crate::conntrack;
 use crate::kernel::SyncFailure;
 use crate::model::ObjectName;
 use crate::state::Compatibility;
@@ -418,4 +419,25 @@ async fn ct_10_settings_follow_the_configuration_live_and_keep_nobody_from_servi
     let last = script.settings.last().unwrap();
     assert_eq!((last.conntrack.udp_timeout_seconds, last.route_localnet), (20, true));
     assert_eq!((script.settings.len(), script.opened), (3, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn ct_6_ct_12_flows_of_a_service_that_went_while_no_agent_ran_are_ended_and_no_others() {
+    let dns = |name: &str| {
+        let mut dns = rig::service(name);
+        dns.spec.as_mut().unwrap().ports.as_mut().unwrap()[0].protocol = Some("UDP".to_owned());
+        dns
+    };
+    let frontend = |service: &k8s_openapi::api::core::v1::Service| {
+        let address: std::net::IpAddr =
+            service.spec.as_ref().unwrap().cluster_ip.as_ref().unwrap().parse().unwrap();
+        let frontend = conntrack::Frontend::new((address, 80).into(), conntrack::Protocol::Udp);
+        (IpFamily::IPv4, frontend.into())
+    };
+    let (kept, gone) = (dns("kept"), dns("gone"));
+    let rig = rig();
+    rig.script.lock().unwrap().served = vec![frontend(&kept), frontend(&gone)];
+    rig.tell(Input::Change(Change::ServiceApplied(Box::new(kept)))).await;
+    rig.begin().await;
+    assert_eq!(rig.script.lock().unwrap().flows, [1], "the one that is gone");
 }

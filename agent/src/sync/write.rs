@@ -51,6 +51,7 @@ impl<P: Platform> Engine<P> {
         self.outside.metrics.drained();
         if let Some(running) = &self.running {
             self.flows.follow(&running.plan, &self.model, &changes.ports);
+            self.flows.found(&synced.served);
         }
         self.adjust().await;
         self.end_stale_flows().await;

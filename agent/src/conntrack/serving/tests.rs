@@ -166,6 +166,13 @@ fn with_known_addresses_a_node_port_is_more_than_a_port() {
     assert!(stale(&entry(Protocol::Udp, "127.0.0.1:30053", DELETED), &serving));
     serving.node_addresses = None;
     assert!(stale(&entry(Protocol::Udp, foreign, foreign), &serving));
+    // Scaled to zero: what was translated was ours, and goes (k/k#139628).
+    let mut none_left = service(&[]);
+    none_left.node_addresses = Some(HashSet::from([address(NODE).ip()]));
+    assert!(stale(&entry(Protocol::Udp, NODE, DELETED), &none_left));
+    assert!(!stale(&entry(Protocol::Udp, NODE, NODE), &none_left), "a listener of the node");
+    assert!(!stale(&entry(Protocol::Udp, foreign, DELETED), &none_left));
+    assert!(!stale(&entry(Protocol::Tcp, NODE, DELETED), &none_left));
 }
 
 #[test]

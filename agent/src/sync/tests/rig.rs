@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::config::checkpoint::Checkpoint;
 use crate::config::tests::{candidate, sample};
 use crate::config::{Assessment, Candidate, Rejection, Tampering};
-use crate::conntrack::{Job, Report};
+use crate::conntrack::{Job, Report, Target};
 use crate::health::Pulse;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::metrics::Metrics;
@@ -56,6 +56,8 @@ pub struct Script {
     pub takes: Duration,
     pub opened: usize,
     pub retired: usize,
+    /// Frontends that the next write finds in the kernel.
+    pub served: Vec<(IpFamily, Target)>,
     /// How many frontends were gone at each run over the flows.
     pub flows: Vec<usize>,
     pub flows_fail: usize,
@@ -96,8 +98,9 @@ impl Dataplane for Fake {
             return (Synced::default(), vec![error(failure)]);
         }
         let full = std::mem::take(&mut script.needs_full);
+        let served = std::mem::take(&mut script.served);
         let rules = BTreeMap::from([((IpFamily::IPv4, "nat"), plan.services())]);
-        (Synced { full, rules, ..Synced::default() }, Vec::new())
+        (Synced { full, rules, served, ..Synced::default() }, Vec::new())
     }
 
     async fn changed(&mut self) {
