@@ -25,4 +25,5 @@ pub mod state;
 pub mod status;
 pub mod sync;
 pub mod sysctl;
+pub mod takeover;
 pub mod watch;

@@ -1,4 +1,5 @@
-//! What happens to the tables of nf_tables, as the kernel tells whoever listens.
+//! What happens to the tables of nf_tables, as the kernel tells whoever listens; and how a table of another proxy is deleted
+//! without a tool.
 //!
 //! In: the kernel's notices about committed transactions, those of all tables in this network namespace. Out: [`Notice`]s,
 //! each with the writer's netlink port, by which own writes are told from those of others; and whether some were lost.
@@ -9,9 +10,10 @@ use std::os::fd::AsRawFd;
 
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, setsockopt, socket,
-    sockopt,
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, connect, recv, send,
+    setsockopt, socket, sockopt,
 };
+use nix::sys::time::{TimeVal, TimeValLike};
 use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
@@ -24,6 +26,9 @@ const GROUP: u32 = 1 << (7 - 1);
 const RECEIVE_BUFFER: usize = 1024 * 1024;
 /// The kernel joins notices up to a page or two.
 const DATAGRAM: usize = 64 * 1024;
+
+/// Seconds.
+const ANSWER_WITHIN: i64 = 10;
 
 /// `NFNL_SUBSYS_NFTABLES`, the high byte of a message's type.
 const NFTABLES: u16 = 10 << 8;
@@ -160,26 +165,86 @@ fn text(value: &[u8]) -> &str {
     std::str::from_utf8(value.strip_suffix(&[0]).unwrap_or(value)).unwrap_or_default()
 }
 
+const NLM_F_REQUEST: u16 = 1;
+const NLM_F_ACK: u16 = 4;
+const NLMSG_ERROR: u16 = 2;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
+const RTM_DELLINK: u16 = 17;
+
+/// Deletes a table and all that is in it, in one transaction, in the network namespace of the calling thread.
+pub fn delete_table(family: IpFamily, name: &str) -> Result<(), Errno> {
+    let family = match family {
+        IpFamily::IPv4 => NFPROTO_IPV4,
+        IpFamily::IPv6 => NFPROTO_IPV6,
+    };
+    let mut table = vec![family, 0, 0, 0];
+    table.extend(attribute(TABLE, &[name.as_bytes(), &[0]].concat()));
+    // The subsystem, in network order.
+    let batch = [0, 0, 0, 10];
+    let messages = [
+        message(BATCH_BEGIN, NLM_F_REQUEST, 1, &batch),
+        message(NFTABLES | DELTABLE, NLM_F_REQUEST | NLM_F_ACK, 2, &table),
+        message(BATCH_END, NLM_F_REQUEST, 3, &batch),
+    ];
+    ask(SockProtocol::NetlinkNetFilter, &messages.concat())
+}
+
+/// Deletes a network device, in the network namespace of the calling thread.
+pub fn delete_link(index: u32) -> Result<(), Errno> {
+    // struct ifinfomsg: family, type, index, flags, change.
+    let mut link = vec![0; 16];
+    link[4..8].copy_from_slice(&index.to_ne_bytes());
+    ask(SockProtocol::NetlinkRoute, &message(RTM_DELLINK, NLM_F_REQUEST | NLM_F_ACK, 1, &link))
+}
+
+/// Sends requests of which one asks for an answer, and returns the first answer.
+fn ask(protocol: SockProtocol, requests: &[u8]) -> Result<(), Errno> {
+    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
+    connect(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
+    send(socket.as_raw_fd(), requests, MsgFlags::empty())?;
+    let mut buffer = vec![0; DATAGRAM];
+    loop {
+        let length = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
+        for frame in frames(buffer.get(..length).unwrap_or_default()) {
+            let frame = frame.map_err(|_| Errno::EBADMSG)?;
+            if frame.kind == NLMSG_ERROR {
+                let code = frame.payload.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
+                return if code == 0 { Ok(()) } else { Err(Errno::from_raw(code.saturating_neg())) };
+            }
+        }
+    }
+}
+
+fn message(kind: u16, flags: u16, sequence: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(16 + payload.len()).unwrap_or(u32::MAX);
+    let mut bytes = length.to_ne_bytes().to_vec();
+    bytes.extend(kind.to_ne_bytes());
+    bytes.extend(flags.to_ne_bytes());
+    bytes.extend(sequence.to_ne_bytes());
+    bytes.extend([0; 4]);
+    bytes.extend(payload);
+    bytes
+}
+
+/// Padded, so that the next one may follow.
+fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+    let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
+    bytes.extend(value);
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-        let length = u16::try_from(4 + value.len()).unwrap();
-        let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
-        bytes.extend(value);
-        bytes.resize(bytes.len().next_multiple_of(4), 0);
-        bytes
-    }
-
-    fn message(kind: u16, family: u8, attributes: &[Vec<u8>]) -> Vec<u8> {
-        let mut payload = vec![family, 0, 0, 0];
-        payload.extend(attributes.concat());
-        let mut bytes = u32::try_from(16 + payload.len()).unwrap().to_ne_bytes().to_vec();
-        bytes.extend((NFTABLES + kind).to_ne_bytes());
-        bytes.extend([0; 6]);
-        bytes.extend(77_u32.to_ne_bytes());
-        bytes.extend(payload);
+    fn notice_bytes(kind: u16, family: u8, attributes: &[Vec<u8>]) -> Vec<u8> {
+        let payload = [vec![family, 0, 0, 0], attributes.concat()].concat();
+        let mut bytes = message(NFTABLES + kind, 0, 0, &payload);
+        bytes[12..16].copy_from_slice(&77_u32.to_ne_bytes());
         bytes
     }
 
@@ -187,11 +252,11 @@ mod tests {
     fn notices_say_who_did_what_where() {
         let rule = [attribute(TABLE, b"nat\0"), attribute(RULE_CHAIN, b"KUBE-SERVICES\0")];
         let chain = [attribute(TABLE, b"filter\0"), attribute(2, &[0; 8]), attribute(CHAIN_NAME, b"X\0")];
-        let new_generation = message(15, 0, &[attribute(1, &[0; 4])]);
+        let new_generation = notice_bytes(15, 0, &[attribute(1, &[0; 4])]);
         let datagram = [
-            message(DELRULE, NFPROTO_IPV4, &rule),
-            message(NEWCHAIN, NFPROTO_IPV6, &chain),
-            message(NEWRULE, 1, &rule),
+            notice_bytes(DELRULE, NFPROTO_IPV4, &rule),
+            notice_bytes(NEWCHAIN, NFPROTO_IPV6, &chain),
+            notice_bytes(NEWRULE, 1, &rule),
             new_generation,
         ]
         .concat();
@@ -211,7 +276,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_counts_as_lost() {
-        let rule = message(NEWRULE, NFPROTO_IPV4, &[attribute(TABLE, b"nat\0")]);
+        let rule = notice_bytes(NEWRULE, NFPROTO_IPV4, &[attribute(TABLE, b"nat\0")]);
         assert!(read(None, &mut |_| {}).is_err(), "larger than the buffer");
         assert!(read(rule.get(..20), &mut |_| {}).is_err());
         let mut damaged = rule;

@@ -31,7 +31,7 @@ use crate::plan::{Changes, NodePlan, Plan};
 const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
 /// How long a restore may take, besides waiting for the lock.
 const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
-const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
+pub(super) const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
 /// Lock wait, in seconds, where no configuration says otherwise.
 const DEFAULT_LOCK_WAIT: u32 = 5;
 
@@ -259,7 +259,7 @@ impl Dataplane {
 }
 
 /// Runs the tools for one family.
-struct Runner<'a> {
+pub(super) struct Runner<'a> {
     tools: &'a Tools,
     ear: &'a Mutex<Ear>,
     family: IpFamily,
@@ -268,7 +268,7 @@ struct Runner<'a> {
 
 /// Why a family could not be written.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
+pub(super) enum Failure {
     #[error(transparent)]
     Run(#[from] RunError),
     #[error(
@@ -279,7 +279,7 @@ enum Failure {
     ReadBack(String),
 }
 
-fn failure(family: IpFamily, error: &Failure) -> SyncError {
+pub(super) fn failure(family: IpFamily, error: &Failure) -> SyncError {
     SyncError { family, failure: classify(error), message: error.to_string() }
 }
 
@@ -294,8 +294,13 @@ fn classify(error: &Failure) -> SyncFailure {
     }
 }
 
-impl Runner<'_> {
-    async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
+impl<'a> Runner<'a> {
+    /// For a run without a configuration.
+    pub(super) fn new(tools: &'a Tools, ear: &'a Mutex<Ear>, family: IpFamily) -> Self {
+        Self { tools, ear, family, lock_wait: DEFAULT_LOCK_WAIT }
+    }
+
+    pub(super) async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
         let command = self.tools.command(self.family, "-save");
         let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
         if text.contains("is incompatible, use 'nft' tool") {
@@ -304,7 +309,7 @@ impl Runner<'_> {
         Ok(Saved::parse(text))
     }
 
-    async fn restore(&self, script: &Script) -> Result<(), Failure> {
+    pub(super) async fn restore(&self, script: &Script) -> Result<(), Failure> {
         let command = self.tools.command(self.family, "-restore");
         let wait = self.lock_wait.to_string();
         let args = ["--noflush", "--counters", "-w", &wait];
@@ -474,7 +479,7 @@ pub async fn cleanup(tools: &Tools) -> Result<(), SyncError> {
     let mut first = None;
     for family in [IpFamily::IPv4, IpFamily::IPv6] {
         let ear = Mutex::default();
-        let runner = Runner { tools, ear: &ear, family, lock_wait: DEFAULT_LOCK_WAIT };
+        let runner = Runner::new(tools, &ear, family);
         if let Err(error) = remove_family(&runner).await {
             warn!(?family, %error, "not everything could be removed");
             first.get_or_insert(failure(family, &error));

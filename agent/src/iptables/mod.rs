@@ -8,6 +8,7 @@
 mod batch;
 mod dataplane;
 mod ear;
+mod ipvs;
 mod names;
 mod render;
 mod saved;
@@ -21,4 +22,5 @@ mod tree;
 pub(crate) mod tests;
 
 pub use dataplane::{Dataplane, cleanup};
-pub use tools::{Flavour, Options, Tools, ToolsError};
+pub use ipvs::{destroy_sets, kube_proxy_sets, remove_ipvs_chains};
+pub use tools::{Flavour, Options, RunError, Tools, ToolsError};

@@ -79,6 +79,8 @@ pub(super) struct Running<D> {
     pub(super) plan: Plan,
     /// Written by an earlier set-up, removed when this one has been read back.
     pub(super) retiring: Vec<D>,
+    /// Whether nothing of another proxy is left to be removed.
+    pub(super) taken_over: bool,
 }
 
 /// The sync loop.
@@ -402,6 +404,7 @@ impl<P: Platform> Engine<P> {
             dataplane: opened.dataplane,
             plan,
             retiring,
+            taken_over: false,
         });
         self.pending = Changes::default();
         self.planned = true;

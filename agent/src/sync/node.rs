@@ -7,17 +7,18 @@ use std::path::Path;
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{IpFamilyPolicy, Mode};
-use tracing::info;
+use tracing::{info, warn};
 
 use super::{Opened, Platform};
 use crate::config::Rejection;
 use crate::conntrack::{self, Job, Report};
 use crate::iptables::{self, Tools};
-use crate::kernel::{Reach, SyncError, Synced};
+use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::plan::{Changes, Plan};
 use crate::sysctl::{self, Settings, Sysctls, Write};
+use crate::takeover::{self, Left, TakeoverError};
 
 /// Modes that this build can run.
 pub const MODES: [Mode; 1] = [Mode::Iptables];
@@ -79,6 +80,22 @@ impl Platform for Node {
             ),
             ..error
         })
+    }
+
+    async fn take_over(&mut self, new: &Self::Dataplane) -> Result<bool, SyncError> {
+        match takeover::remove(new.tools()).await {
+            Ok(Left::Draining) => Ok(false),
+            Ok(Left::Nothing | Left::VirtualServers) => Ok(true),
+            Err(error @ TakeoverError::Table(_)) => Err(SyncError {
+                family: new.families().first().copied().unwrap_or(IpFamily::IPv4),
+                failure: SyncFailure::SyncFailed,
+                message: error.to_string(),
+            }),
+            Err(error @ TakeoverError::Ipvs { .. }) => {
+                warn!("{error}");
+                Ok(false)
+            }
+        }
     }
 
     async fn adjust(&mut self, settings: &Settings) -> Vec<String> {

@@ -441,3 +441,17 @@ async fn ct_6_ct_12_flows_of_a_service_that_went_while_no_agent_ran_are_ended_an
     rig.begin().await;
     assert_eq!(rig.script.lock().unwrap().flows, [1], "the one that is gone");
 }
+
+#[tokio::test(start_paused = true)]
+async fn syn_17_what_another_proxy_has_left_goes_after_ours_was_read_back() {
+    let rig = rig();
+    let failed = Err(rig::error(SyncFailure::SyncFailed));
+    rig.script.lock().unwrap().takeovers.extend([failed, Ok(false)]);
+    rig.begin().await;
+    assert!(rig.now().config.active.is_none(), "packets may meet what is left");
+    sleep(Duration::from_secs(5)).await;
+    assert!(rig.now().config.active.is_some(), "what has to wait harms nobody");
+    assert_eq!(rig.script.lock().unwrap().taken_over, 2);
+    sleep(Duration::from_mins(5)).await;
+    assert_eq!(rig.script.lock().unwrap().taken_over, 3, "the next look was the last that was needed");
+}

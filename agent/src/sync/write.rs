@@ -231,6 +231,20 @@ impl<P: Platform> Engine<P> {
                 return false;
             }
         }
+        self.take_over().await
+    }
+
+    /// Removes what another proxy has left. Returns whether packets meet nothing of it any more.
+    async fn take_over(&mut self) -> bool {
+        let Some(running) = self.running.as_mut().filter(|running| !running.taken_over) else { return true };
+        match self.platform.take_over(&running.dataplane).await {
+            Ok(done) => running.taken_over = done,
+            Err(error) => {
+                self.fail(error, true);
+                self.schedule.failed(random::fraction());
+                return false;
+            }
+        }
         true
     }
 
@@ -245,6 +259,7 @@ impl<P: Platform> Engine<P> {
         if differences.is_empty() {
             self.state.drift.differs = false;
             self.state.drift.error = None;
+            self.take_over().await;
             return;
         }
         let diff = show(&differences);

@@ -9,4 +9,5 @@ mod net;
 mod policies;
 mod scale;
 mod services;
+mod takeover;
 mod world;

@@ -63,6 +63,9 @@ pub struct Script {
     pub flows_fail: usize,
     /// How often retiring fails from now on.
     pub stuck: usize,
+    /// How the next attempts to remove what another proxy has left end, and how many there were.
+    pub takeovers: VecDeque<Result<bool, SyncError>>,
+    pub taken_over: usize,
     /// How many leftovers the next opening finds.
     pub leftovers: usize,
     pub refuse: Option<Rejection>,
@@ -167,6 +170,12 @@ impl Platform for FakePlatform {
         }
         script.retired += 1;
         Ok(())
+    }
+
+    async fn take_over(&mut self, _: &Fake) -> Result<bool, SyncError> {
+        let mut script = self.0.lock().unwrap();
+        script.taken_over += 1;
+        script.takeovers.pop_front().unwrap_or(Ok(true))
     }
 
     async fn adjust(&mut self, settings: &Settings) -> Vec<String> {
