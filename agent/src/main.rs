@@ -7,9 +7,10 @@ use anyhow::{Context, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
 use pointsman_agent::config::checkpoint::Checkpoint;
-use pointsman_agent::iptables::{self, Tools};
+use pointsman_agent::iptables::{self, Connections, Tools};
 use pointsman_agent::{admin, init, logging, run};
 use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
+use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use tracing::{error, info};
 
@@ -176,8 +177,13 @@ async fn clean(directories: &Directories) -> anyhow::Result<()> {
         match Tools::detect(backend).await {
             Ok(tools) => {
                 tools_found += 1;
-                match iptables::cleanup(&tools).await {
-                    Ok(()) => info!(flavour = %tools.flavour(), "nothing of ours is left"),
+                let families = [IpFamily::IPv4, IpFamily::IPv6];
+                match iptables::cleanup(&tools, &families, Connections::Anchor).await {
+                    Ok(false) => info!(flavour = %tools.flavour(), "nothing of ours is left"),
+                    Ok(true) => info!(
+                        flavour = %tools.flavour(),
+                        "translated connections are left, and one rule without effect in INPUT that keeps them going; to remove it, run this again when they have ended"
+                    ),
                     Err(problem) => problems.push(format!("{}: {problem}", tools.flavour())),
                 }
             }

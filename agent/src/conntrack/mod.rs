@@ -33,8 +33,8 @@ mod run;
 mod serving;
 pub mod wire;
 
-pub use netlink::RunError;
+pub use netlink::{Cause, RunError};
 pub use reconciler::{Job, Reconciler};
-pub use run::{Report, run};
+pub use run::{Report, has_translated, run};
 pub use serving::{Endpoints, Frontend, NodePort, Protocol, Serving, Target, stale};
 pub use wire::Entry;

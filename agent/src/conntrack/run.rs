@@ -63,6 +63,30 @@ pub fn run(job: &Job) -> Result<Report, RunError> {
     run_over(job, Socket::open)
 }
 
+/// Whether a TCP connection that has not ended leads to another address than its client sent it to. Blocks.
+pub fn has_translated(family: IpFamily) -> Result<bool, Cause> {
+    let mut socket = Socket::open().map_err(Cause::Open)?;
+    send(&mut socket, &wire::dump_request(family, DumpFilter::Family, 1))?;
+    let mut buffer = vec![0; DATAGRAM];
+    loop {
+        for message in wire::messages(receive(&mut socket, &mut buffer)?) {
+            match message?.body {
+                Body::Entry(payload)
+                    if wire::entry(payload)?.is_some_and(|entry| entry.is_translated_connection()) =>
+                {
+                    return Ok(true);
+                }
+                Body::Done(0) => return Ok(false),
+                Body::Done(code) | Body::Outcome(code) if code != 0 => {
+                    return Err(Cause::DumpRefused(errno(code)));
+                }
+                Body::Overrun => return Err(Cause::Disturbed(1)),
+                _ => {}
+            }
+        }
+    }
+}
+
 fn run_over<T: Transport>(job: &Job, open: impl FnMut() -> Result<T, Errno>) -> Result<Report, RunError> {
     let started = Instant::now();
     let mut run = Run {

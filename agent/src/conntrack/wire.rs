@@ -55,6 +55,8 @@ pub const STATUS_SEEN_REPLY: u32 = 1 << 1;
 /// Kept even when the table is full.
 pub const STATUS_ASSURED: u32 = 1 << 2;
 const TCP_SYN_SENT: u8 = 1;
+const TCP_SYN_RECV: u8 = 2;
+const TCP_LAST_ACK: u8 = 6;
 
 /// Bytes that are not what the kernel sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -126,6 +128,13 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// A TCP connection that has been answered, has not ended, and leads elsewhere than its client sent it to.
+    #[must_use]
+    pub fn is_translated_connection(&self) -> bool {
+        let open = self.tcp_state.is_some_and(|state| (TCP_SYN_RECV..=TCP_LAST_ACK).contains(&state));
+        self.protocol == Protocol::Tcp && open && self.reply.source != self.original.destination
+    }
+
     /// A TCP connection of which nothing but SYNs of the client was seen.
     #[must_use]
     pub fn is_unanswered_syn(&self) -> bool {

@@ -14,7 +14,7 @@ use std::fmt::Write as _;
 use super::names::ChainName;
 use super::render::{Chains, List, Rule};
 use super::sets::SetChanges;
-use super::shared::Jump;
+use super::shared::{ANCHOR_CHAIN, Jump};
 use super::tools::Flavour;
 
 /// Rules in one transaction of the nft flavour.
@@ -37,6 +37,8 @@ pub(super) struct Batch {
     pub new_lists: BTreeSet<ChainName>,
     /// In filter: rules to add at the end of chains that are not ours.
     pub guard: Vec<(&'static str, &'static str)>,
+    /// In filter: anchors of an earlier cleanup, to remove at the end.
+    pub anchors: Vec<Rule>,
     /// In filter: rules to add to lists.
     pub listed: BTreeSet<(List, Rule)>,
     /// In filter: rules to take from lists.
@@ -91,6 +93,7 @@ impl Batch {
         let mut after = Section::new("filter");
         after.delete(&self.unlisted);
         after.remove(&self.filter_stale);
+        after.take_anchors(&self.anchors);
         let mut script = Script::default();
         let order = if self.nat_first { [nat, filter, after] } else { [filter, nat, after] };
         for section in order {
@@ -162,6 +165,7 @@ impl Batch {
         }
         let mut after = Section::new("filter");
         after.remove(&self.filter_stale);
+        after.take_anchors(&self.anchors);
         push(after);
         scripts
     }
@@ -249,6 +253,12 @@ impl Section {
     fn delete<'a>(&mut self, rules: impl IntoIterator<Item = &'a (List, Rule)>) {
         for (list, rule) in rules {
             self.delete_rule(list.chain().as_str(), rule);
+        }
+    }
+
+    fn take_anchors(&mut self, anchors: &[Rule]) {
+        for rule in anchors {
+            self.delete_rule(ANCHOR_CHAIN, rule);
         }
     }
 

@@ -17,9 +17,8 @@ use tracing::{debug, info, warn};
 use super::batch::{Batch, Script, Section};
 use super::ear::Ear;
 use super::names::ChainName;
-use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
+use super::saved::{Comparison, Saved};
 use super::sets::{self, Set, SetChanges};
-use super::shared::JUMPS;
 use super::state::{Differences, Read, State};
 use super::tools::{Flavour, RunError, Tools};
 use crate::conntrack::Target;
@@ -51,7 +50,7 @@ pub struct Dataplane {
 }
 
 #[derive(Debug, Default)]
-struct Written {
+pub(super) struct Written {
     full: bool,
     rules: (usize, usize),
     served: Vec<Target>,
@@ -300,6 +299,14 @@ impl<'a> Runner<'a> {
         Self { tools, ear, family, lock_wait: DEFAULT_LOCK_WAIT }
     }
 
+    pub(super) fn family(&self) -> IpFamily {
+        self.family
+    }
+
+    pub(super) fn tools(&self) -> &Tools {
+        self.tools
+    }
+
     pub(super) async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
         let command = self.tools.command(self.family, "-save");
         let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
@@ -332,7 +339,12 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    async fn write(&self, batch: &Batch, use_sets: bool, written: &mut Written) -> Result<(), Failure> {
+    pub(super) async fn write(
+        &self,
+        batch: &Batch,
+        use_sets: bool,
+        written: &mut Written,
+    ) -> Result<(), Failure> {
         if use_sets {
             self.change_sets(&batch.sets.before(self.family, false)).await?;
         }
@@ -449,7 +461,7 @@ impl<'a> Runner<'a> {
     }
 
     /// kube-proxy's empty chain in mangle; whether it can be removed does not matter.
-    async fn remove_mangle_canary(&self) {
+    pub(super) async fn remove_mangle_canary(&self) {
         let Ok(mangle) = self.read("mangle").await else { return };
         if mangle.has(CANARY) {
             let mut section = Section::new("mangle");
@@ -471,63 +483,4 @@ pub(super) const GUARD: &str = "KUBE-FIREWALL";
 
 fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
     ear.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Removes everything of ours in both families: the ways in first, then the chains. Touches nothing else; what is not
-/// there is no error.
-pub async fn cleanup(tools: &Tools) -> Result<(), SyncError> {
-    let mut first = None;
-    for family in [IpFamily::IPv4, IpFamily::IPv6] {
-        let ear = Mutex::default();
-        let runner = Runner::new(tools, &ear, family);
-        if let Err(error) = remove_family(&runner).await {
-            warn!(?family, %error, "not everything could be removed");
-            first.get_or_insert(failure(family, &error));
-        }
-    }
-    first.map_or(Ok(()), Err)
-}
-
-async fn remove_family(runner: &Runner<'_>) -> Result<(), Failure> {
-    // Filter first: without its rules nothing is refused, without those of nat nothing is served (mode-switching §4).
-    for table in ["filter", "nat"] {
-        let ours = if table == "nat" { ours_in_nat } else { ours_in_filter };
-        let saved = runner.read(table).await?;
-        let mut section = Section::new(table);
-        for jump in JUMPS.iter().filter(|jump| jump.table == table) {
-            saved.jumps(jump).for_each(|rule| section.delete_rule(jump.from, rule));
-        }
-        let mut script = Script::default();
-        section.finish(&mut script);
-        if !script.text.is_empty() {
-            runner.restore(&script).await?;
-        }
-        let mut chains = saved.ours(ours);
-        // A chain that others' rules lead to can be emptied, not removed.
-        for name in saved.needed_by_others(table, ours) {
-            warn!(family = ?runner.family, table, chain = %name, "other programs' rules lead to this chain; it is left empty");
-            chains.remove(&name);
-            let mut section = Section::new(table);
-            section.chain(name, &[]);
-            let mut script = Script::default();
-            section.finish(&mut script);
-            runner.restore(&script).await?;
-        }
-        let mut batch = Batch::default();
-        if table == "nat" {
-            batch.stale = chains;
-        } else {
-            batch.filter_stale = chains;
-        }
-        runner.write(&batch, false, &mut Written::default()).await?;
-    }
-    runner.remove_mangle_canary().await;
-    for set in Set::ALL {
-        let name = set.name(runner.family);
-        // One that is not there, or no tool to remove it with, is no error.
-        if let Err(error) = runner.tools.run("ipset", &["destroy", name], None, SAVE_TIMEOUT).await {
-            debug!(set = name, %error, "set not removed");
-        }
-    }
-    Ok(())
 }

@@ -6,6 +6,7 @@
 //! [`Dataplane`] is what the sync loop talks to; [`cleanup`] removes everything of ours.
 
 mod batch;
+mod cleanup;
 mod dataplane;
 mod ear;
 mod ipvs;
@@ -21,6 +22,7 @@ mod tree;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use dataplane::{Dataplane, cleanup};
+pub use cleanup::{Connections, cleanup};
+pub use dataplane::Dataplane;
 pub use ipvs::{destroy_sets, kube_proxy_sets, remove_ipvs_chains};
 pub use tools::{Flavour, Options, RunError, Tools, ToolsError};

@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
 use super::names::ChainName;
-use super::shared::Jump;
+use super::shared::{ANCHOR_CHAIN, ANCHOR_TEXT, Jump};
 use crate::conntrack::{Frontend, NodePort, Protocol, Target};
 
 /// How closely rules must match.
@@ -121,6 +121,11 @@ impl Saved {
         };
         let rules = self.chains.keys().filter(dispatch).filter_map(|name| self.rules(name)).flatten();
         rules.filter_map(frontend).collect()
+    }
+
+    /// Rules that a cleanup has left to keep connections going. In filter.
+    pub(super) fn anchors(&self) -> impl Iterator<Item = &str> {
+        self.rules(ANCHOR_CHAIN).into_iter().flatten().filter(|rule| rule.contains(ANCHOR_TEXT))
     }
 
     /// The mark bits that a chain sets or looks for.

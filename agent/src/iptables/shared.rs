@@ -396,6 +396,13 @@ pub(super) fn guard(filter: &Saved) -> Vec<(&'static str, &'static str)> {
     missing
 }
 
+/// Where the anchor of a cleanup is.
+pub(super) const ANCHOR_CHAIN: &str = "INPUT";
+/// The text by which it is found again.
+pub(super) const ANCHOR_TEXT: &str = "pointsman: no effect, keeps translated connections going";
+/// The anchor: it asks for connection tracking, and has no target.
+pub(super) const ANCHOR_RULE: &str = "-m comment --comment \"pointsman: no effect, keeps translated connections going\" -m conntrack --ctstate ESTABLISHED";
+
 /// A rule that leads from a built-in chain to one of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Jump {

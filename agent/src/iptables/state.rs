@@ -16,7 +16,7 @@ use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
 use super::sets::{self, Element, Set, SetChanges};
-use super::shared::{Dispatch, DispatchTouched, Frame, JUMPS, guard};
+use super::shared::{ANCHOR_CHAIN, Dispatch, DispatchTouched, Frame, JUMPS, guard};
 use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
 
 /// What the kernel holds of ours in one family.
@@ -304,6 +304,7 @@ impl State {
             }
         }
         batch.listed = lists;
+        batch.anchors = filter.anchors().map(str::to_owned).collect();
         if self.localhost() {
             if !filter.has(GUARD) {
                 batch.new_lists.insert(ChainName::new(GUARD));
@@ -391,6 +392,9 @@ impl Differences {
         }
         for (chain, rule) in &batch.guard {
             lines.push(format!("{family:?} filter chain {chain}: missing: {rule}"));
+        }
+        for rule in &batch.anchors {
+            lines.push(format!("{family:?} filter chain {ANCHOR_CHAIN}: left over: {rule}"));
         }
         for jump in &batch.jumps {
             lines.push(format!("{family:?} {} chain {}: no way to {}", jump.table, jump.from, jump.to));

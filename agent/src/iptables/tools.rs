@@ -187,13 +187,14 @@ impl Tools {
             Flavour::Legacy => Flavour::Nft,
         };
         let tools = Self::find(other, &self.options).await.ok()?;
-        for family in [IpFamily::IPv4, IpFamily::IPv6] {
-            let saved = tools.run(&tools.command(family, "-save"), &[], None, READ_TIMEOUT).await;
-            if saved.unwrap_or_default().lines().any(|line| line.starts_with(":KUBE-SERVICES ")) {
-                return Some(tools);
-            }
-        }
-        None
+        let used = tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await;
+        used.then_some(tools)
+    }
+
+    /// Whether the tables of a family hold chains of a service proxy.
+    pub async fn in_use(&self, family: IpFamily) -> bool {
+        let saved = self.run(&self.command(family, "-save"), &[], None, READ_TIMEOUT).await;
+        saved.unwrap_or_default().lines().any(|line| line.starts_with(":KUBE-SERVICES "))
     }
 
     /// Which flavour.

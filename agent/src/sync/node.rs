@@ -12,13 +12,15 @@ use tracing::{info, warn};
 use super::{Opened, Platform};
 use crate::config::Rejection;
 use crate::conntrack::{self, Job, Report};
-use crate::iptables::{self, Tools};
+use crate::iptables::{self, Connections, Tools};
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::plan::{Changes, Plan};
 use crate::sysctl::{self, Settings, Sysctls, Write};
 use crate::takeover::{self, Left, TakeoverError};
+
+const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// Modes that this build can run.
 pub const MODES: [Mode; 1] = [Mode::Iptables];
@@ -53,9 +55,15 @@ impl Platform for Node {
         info!(version = tools.version(), "iptables tools found");
         let iptables_version = Some(tools.version().to_owned());
         // A process that was killed while it changed the flavour has left its rules, and nobody else would remove them.
-        let leftovers = tools.other_flavour_in_use().await;
-        let leftovers =
-            leftovers.into_iter().map(|other| iptables::Dataplane::new(other, &families)).collect();
+        let other_flavour = tools.other_flavour_in_use().await;
+        let mut leftovers: Vec<_> =
+            other_flavour.into_iter().map(|other| iptables::Dataplane::new(other, &BOTH)).collect();
+        // So has one that served a family more.
+        for family in BOTH.into_iter().filter(|family| !families.contains(family)) {
+            if tools.in_use(family).await {
+                leftovers.push(iptables::Dataplane::new(tools.clone(), &[family]));
+            }
+        }
         let mut dataplane = iptables::Dataplane::new(tools, &families);
         match Notices::subscribe() {
             Ok(notices) => dataplane = dataplane.listening(notices),
@@ -68,18 +76,24 @@ impl Platform for Node {
 
     async fn retire(&mut self, old: &Self::Dataplane, new: &Self::Dataplane) -> Result<(), SyncError> {
         let flavour = old.tools().flavour();
-        if flavour == new.tools().flavour() {
-            // The same chains: the new set-up has taken them over.
-            return Ok(());
+        let same = flavour == new.tools().flavour();
+        for family in old.families() {
+            let served = new.families().contains(family);
+            if same && served {
+                // The same chains: the new set-up has taken them over.
+                continue;
+            }
+            info!(%flavour, ?family, "removing the rules that are not in use any more");
+            let connections = if served { Connections::Covered } else { Connections::Anchor };
+            iptables::cleanup(old.tools(), &[*family], connections).await.map_err(|error| SyncError {
+                message: format!(
+                    "the rules of the {flavour} flavour cannot be removed, and packets may meet them: {}",
+                    error.message
+                ),
+                ..error
+            })?;
         }
-        info!(%flavour, "removing the rules of the other flavour");
-        iptables::cleanup(old.tools()).await.map_err(|error| SyncError {
-            message: format!(
-                "the rules of the {flavour} flavour cannot be removed, and packets may meet them: {}",
-                error.message
-            ),
-            ..error
-        })
+        Ok(())
     }
 
     async fn take_over(&mut self, new: &Self::Dataplane) -> Result<bool, SyncError> {

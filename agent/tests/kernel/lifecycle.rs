@@ -1,12 +1,17 @@
 //! Adoption, live changes, failures, cleanup: traffic goes on meanwhile, and what is not ours stays.
 
-use std::net::SocketAddr;
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pointsman_agent::iptables::{Flavour, Options, Tools, cleanup};
+use pointsman_agent::iptables::{Connections, Dataplane, Flavour, Options, Tools, cleanup};
 use pointsman_agent::kernel::SyncFailure;
+use pointsman_agent::sync::Platform;
+use pointsman_agent::sync::node::Node;
+use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use serde_json::json;
 
@@ -162,6 +167,98 @@ fn syn_9_rules_of_kube_proxy_are_adopted_without_a_gap() {
     }
 }
 
+/// Cleans up in the node's namespace, as the command does. Returns whether an anchor is left.
+fn clean(lab: &Lab, flavour: Flavour) -> bool {
+    let tools = tools(lab, flavour);
+    lab.run(NODE, move || block_on(cleanup(&tools, &crate::world::FAMILIES, Connections::Anchor)).unwrap())
+}
+
+/// A connection that is asked for an echo from time to time.
+struct Stream(TcpStream);
+
+impl Stream {
+    fn open(lab: &Lab, to: SocketAddr) -> Self {
+        let stream = lab.run(CLIENT, move || TcpStream::connect(to).unwrap());
+        stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+        Self(stream)
+    }
+
+    fn answers(&mut self) -> bool {
+        self.0.write_all(b"ping").is_ok() && self.0.read_exact(&mut [0; 4]).is_ok()
+    }
+}
+
+/// Echoes in pod A.
+fn echo(lab: &Lab, port: u16) {
+    let listener = lab.run(POD_A, move || TcpListener::bind((IpAddr::from([0_u16; 8]), port)).unwrap());
+    std::thread::spawn(move || {
+        while let Ok((stream, _)) = listener.accept() {
+            std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
+        }
+    });
+}
+
+#[test]
+fn syn_16_connections_outlive_a_cleanup() {
+    for flavour in BOTH {
+        for v6 in [false, true] {
+            let Some(lab) = Lab::new() else { return };
+            echo(&lab, 8080 + 1);
+            let mut world = World::new(&lab, flavour);
+            world.service("web", spec());
+            world.endpoints_at("web", &[POD_A], 8081);
+            world.settle();
+            let mut stream = Stream::open(&lab, (address(NODE, v6), 30080).into());
+            assert!(stream.answers());
+            assert!(clean(&lab, flavour), "an anchor is left");
+            assert!(stream.answers() && stream.answers());
+            let rules = |lab: &Lab| {
+                let saved = lab.node(&format!("iptables-{flavour}-save; ip6tables-{flavour}-save"));
+                saved.lines().filter(|line| line.starts_with("-A")).map(str::to_owned).collect::<Vec<_>>()
+            };
+            let left = rules(&lab);
+            assert!(left.len() == 1 && left[0].starts_with("-A INPUT -m comment"), "{left:?}");
+            assert!(clean(&lab, flavour), "it is still needed");
+            assert!(stream.answers());
+            assert_eq!(rules(&lab), left, "one is enough");
+            // An agent that comes back has rules of its own for that.
+            assert!(world.differences().len() > 10);
+            world.repair();
+            assert!(stream.answers());
+            assert!(!rules(&lab).contains(&left[0]));
+            assert!(clean(&lab, flavour));
+            drop(stream);
+            let begun = Instant::now();
+            while clean(&lab, flavour) {
+                assert!(begun.elapsed() < Duration::from_secs(10), "the connection has ended");
+                std::thread::park_timeout(Duration::from_millis(50));
+            }
+            assert_eq!(rules(&lab), Vec::<String>::new());
+        }
+    }
+}
+
+#[test]
+fn a_family_that_is_not_served_any_more_loses_its_rules() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        let v6 = SocketAddr::from((address(NODE, true), 30080));
+        assert!(matches!(lab.tcp(CLIENT, v6), Answer::From(..)));
+        let one = [IpFamily::IPv4];
+        let old = std::mem::replace(&mut world.dataplane, Dataplane::new(tools(&lab, flavour), &one));
+        let mut node = Node::new(Path::new("/nowhere"));
+        block_on(node.retire(&old, &world.dataplane)).unwrap();
+        let saved = lab.node(&format!("ip6tables-{flavour}-save"));
+        assert!(!saved.contains("KUBE-"), "{saved}");
+        assert!(!block_on(tools(&lab, flavour).in_use(IpFamily::IPv6)));
+        assert!(block_on(tools(&lab, flavour).in_use(IpFamily::IPv4)));
+        assert_eq!(lab.tcp(CLIENT, v6), Answer::Refused, "nobody listens there");
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    }
+}
+
 #[test]
 fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
     for flavour in BOTH {
@@ -183,10 +280,10 @@ fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
         let mut world = loaded(&lab, flavour);
         world.settle();
         assert!(save(&lab).len() > foreign.len() + 40);
-        block_on(cleanup(&tools(&lab, flavour))).unwrap();
+        assert!(!clean(&lab, flavour), "no connection, no anchor");
         assert_eq!(save(&lab), foreign);
         // Nothing to clean is no error.
-        block_on(cleanup(&tools(&lab, flavour))).unwrap();
+        assert!(!clean(&lab, flavour));
         // What was there is restored after a cleanup.
         assert!(!world.differences().is_empty());
         world.repair();
@@ -206,7 +303,7 @@ fn rules_of_the_other_flavour_are_found_and_removed_alone() {
         world.settle();
         let left = in_use().expect("the other flavour holds rules");
         assert_eq!(left.flavour(), other);
-        block_on(cleanup(&left)).unwrap();
+        assert!(!block_on(cleanup(&left, &crate::world::FAMILIES, Connections::Covered)).unwrap());
         assert!(in_use().is_none());
         assert_eq!(world.differences(), Vec::<String>::new(), "the rules in use are as they were");
         assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));

@@ -97,6 +97,10 @@ impl World {
 
     /// Endpoints of a Service, in both families.
     pub fn endpoints(&mut self, service: &str, pods: &[&str]) {
+        self.endpoints_at(service, pods, 8080);
+    }
+
+    pub fn endpoints_at(&mut self, service: &str, pods: &[&str], port: u16) {
         for v6 in [false, true] {
             let endpoints: Vec<Value> = pods
                 .iter()
@@ -105,7 +109,7 @@ impl World {
                     json!({"addresses": [net::address(pod, v6)], "nodeName": node})
                 })
                 .collect();
-            self.slice(service, v6, &endpoints, 8080);
+            self.slice(service, v6, &endpoints, port);
         }
     }
 
