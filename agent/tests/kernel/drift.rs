@@ -1,10 +1,8 @@
 //! What others do to our rules, and writes that get half-way: noticed, and repaired where it differs and nowhere else.
 
-use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use pointsman_agent::conntrack::{self, Reconciler};
 use pointsman_agent::iptables::{Dataplane, Flavour, Options, Tools};
 use pointsman_agent::kernel::{Reach, SyncFailure};
 use pointsman_agent::netfilter::Notices;
@@ -206,55 +204,5 @@ fn syn_8_a_write_that_got_half_way_is_read_back_and_repaired_in_its_family_alone
         assert_eq!(lab.tcp(CLIENT, np(true)), Answer::Refused);
         let other = (crate::net::ip("fd00:10:96::51"), 80);
         assert!(matches!(lab.tcp(CLIENT, other), Answer::From(..)));
-    }
-}
-
-#[test]
-fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
-    for flavour in BOTH {
-        let Some(lab) = Lab::new() else { return };
-        let with_dns = |world: &mut World| {
-            world.service(
-                "dns",
-                serde_json::json!({
-                    "type": "NodePort",
-                    "clusterIPs": ["10.96.0.10", "fd00:10:96::a"],
-                    "ports": [{"name": "dns", "protocol": "UDP", "port": 53, "nodePort": 30053}],
-                }),
-            );
-            world.endpoints("dns", &[POD_A]);
-        };
-        let mut world = loaded(&lab, flavour);
-        with_dns(&mut world);
-        world.settle();
-        let node_port = SocketAddr::from((address(NODE, false), 30053));
-        let client = lab.run(CLIENT, move || {
-            let client = UdpSocket::bind("0.0.0.0:0").unwrap();
-            client.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-            client.connect(node_port).unwrap();
-            client
-        });
-        let ask = || {
-            client.send(b"?").unwrap();
-            client.recv(&mut [0; 64]).is_ok()
-        };
-        assert!(ask());
-        // A restart finds the same frontends, and nothing to end.
-        let mut same = loaded(&lab, flavour);
-        with_dns(&mut same);
-        assert_eq!(same.settle().served.len(), 4);
-        let mut successor = loaded(&lab, flavour);
-        let served = successor.settle().served;
-        assert_eq!(served.len(), 4, "ClusterIP and node port, in both families: {served:?}");
-        assert!(ask(), "the kernel goes on translating it");
-        let deleted = lab.run(NODE, move || {
-            let mut reconciler = Reconciler::new(IpFamily::IPv4);
-            for (_, target) in served.into_iter().filter(|(family, _)| *family == IpFamily::IPv4) {
-                reconciler.remove(target);
-            }
-            conntrack::run(&reconciler.begin().unwrap()).unwrap().deleted
-        });
-        assert_eq!(deleted, 1);
-        assert!(!ask());
     }
 }

@@ -6,6 +6,7 @@
 mod drift;
 mod lifecycle;
 mod net;
+mod node;
 mod policies;
 mod scale;
 mod services;
