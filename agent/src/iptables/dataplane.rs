@@ -72,12 +72,10 @@ impl Dataplane {
 
     /// Takes the kernel's word for what others write, instead of reading everything at every look. Only the nft flavour is
     /// in these notices.
-    #[must_use]
-    pub fn listening(mut self, notices: Notices) -> Self {
+    pub fn listen(&mut self, notices: Notices) {
         if self.tools.flavour() == Flavour::Nft {
             self.ear = Mutex::new(Ear::new(notices));
         }
-        self
     }
 
     /// Waits until somebody else has changed something that may be ours; for ever where the kernel does not tell.

@@ -66,7 +66,7 @@ impl Platform for Node {
         }
         let mut dataplane = iptables::Dataplane::new(tools, &families);
         match Notices::subscribe() {
-            Ok(notices) => dataplane = dataplane.listening(notices),
+            Ok(notices) => dataplane.listen(notices),
             Err(error) => {
                 info!("the kernel's notices about rules cannot be read ({error}); reading the rules instead");
             }

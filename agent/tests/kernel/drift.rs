@@ -64,29 +64,39 @@ impl Drop for Shim {
 /// A world whose data plane hears what is done in the node's namespace.
 fn listening(lab: &Lab, flavour: Flavour, shim: &Shim) -> World {
     let mut world = loaded(lab, flavour);
-    let handle = world.runtime.handle().clone();
-    let notices = lab.run(NODE, move || {
-        let _entered = handle.enter();
-        Notices::subscribe().unwrap()
-    });
-    world.dataplane = Dataplane::new(shim.tools(lab, flavour), &FAMILIES).listening(notices);
+    world.dataplane = Dataplane::new(shim.tools(lab, flavour), &FAMILIES);
+    world.listen(lab);
     world.settle();
     world
 }
 
 impl World {
+    /// Lets the data plane hear what is done in the node's namespace.
+    pub fn listen(&mut self, lab: &Lab) {
+        let handle = self.runtime.handle().clone();
+        let notices = lab.run(NODE, move || {
+            let _entered = handle.enter();
+            Notices::subscribe().unwrap()
+        });
+        self.dataplane.listen(notices);
+    }
+
     /// Whether the kernel tells within a second that somebody else has changed something.
     fn is_told(&mut self) -> bool {
         let told = self.dataplane.changed();
         self.runtime.block_on(async { tokio::time::timeout(Duration::from_secs(1), told).await.is_ok() })
     }
 
-    fn look(&mut self) -> Vec<String> {
+    pub fn look(&mut self) -> Vec<String> {
         self.runtime.block_on(self.dataplane.verify(&self.plan, Reach::Suspects)).unwrap()
     }
 
-    pub fn repair(&mut self) {
+    pub fn repair_only(&mut self) {
         assert_eq!(self.runtime.block_on(self.dataplane.repair(&self.plan)), []);
+    }
+
+    pub fn repair(&mut self) {
+        self.repair_only();
         assert_eq!(self.differences(), Vec::<String>::new());
     }
 }

@@ -84,7 +84,23 @@ fn measure() {
     for flavour in [Flavour::Nft, Flavour::Legacy] {
         for count in [1000, 5000] {
             let Some((lab, mut world)) = load(flavour, count) else { return };
+            world.listen(&lab);
+            assert_eq!(world.differences(), Vec::<String>::new());
             changes(&mut world, count);
+            let start = Instant::now();
+            assert_eq!(world.look(), Vec::<String>::new());
+            println!("  a look after own writes: {:?}", start.elapsed());
+            lab.node(&format!("iptables-{flavour} -t nat -F KUBE-MARK-MASQ"));
+            let start = Instant::now();
+            assert_eq!(world.look().len(), 1);
+            let found = start.elapsed();
+            world.repair_only();
+            let repaired = start.elapsed();
+            assert_eq!(world.look(), Vec::<String>::new());
+            println!(
+                "  a flushed chain: found after {found:?}, back after {repaired:?}, verified after {:?}",
+                start.elapsed()
+            );
             let mut successor = World::new(&lab, flavour);
             for number in 0..count {
                 service(&mut successor, number);
