@@ -30,7 +30,8 @@ pub struct Synced {
     pub rules: BTreeMap<(IpFamily, &'static str), usize>,
     /// Rules that this write contained, by family and table.
     pub written: BTreeMap<(IpFamily, &'static str), usize>,
-    /// UDP and SCTP frontends that the kernel served, as far as it was read, whether or not the plan has them.
+    /// UDP and SCTP frontends that the kernel served before, as far as it was read, whether or not the plan has them. Also of
+    /// families whose write has failed.
     pub served: Vec<(IpFamily, Target)>,
     /// Time spent in each family.
     pub duration: BTreeMap<IpFamily, Duration>,

@@ -103,10 +103,13 @@ impl Dataplane {
         for family in self.families.clone() {
             let Some(node) = plan.node(family) else { continue };
             let start = Instant::now();
-            match self.sync_family(plan, node, changes).await {
-                Ok(written) => {
+            let mut written = Written::default();
+            let outcome = self.sync_family(plan, node, changes, &mut written).await;
+            // Also after a failure: what served them may be gone by the next time.
+            synced.served.extend(written.served.drain(..).map(|target| (family, target)));
+            match outcome {
+                Ok(()) => {
                     synced.full |= written.full;
-                    synced.served.extend(written.served.iter().map(|target| (family, *target)));
                     synced.written.insert((family, "nat"), written.rules.0);
                     synced.written.insert((family, "filter"), written.rules.1);
                     synced.duration.insert(family, start.elapsed());
@@ -128,7 +131,8 @@ impl Dataplane {
         plan: &Plan,
         node: &NodePlan,
         changes: &Changes,
-    ) -> Result<Written, Failure> {
+        written: &mut Written,
+    ) -> Result<(), Failure> {
         let family = node.family;
         self.found.remove(&family);
         let lock_wait = plan.config().iptables.lock_timeout_seconds;
@@ -136,18 +140,17 @@ impl Dataplane {
         // Taken out, so that it stays unknown if the write fails or is cancelled.
         let known =
             self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
-        let (state, written) = if let Some(mut state) = known {
-            let mut written = Written::default();
+        let state = if let Some(mut state) = known {
             let batch = state.advance(plan, node, changes);
-            runner.write(&batch, state.uses_sets(), &mut written).await?;
-            runner.settle(&mut state, &mut written).await?;
-            (state, written)
+            runner.write(&batch, state.uses_sets(), written).await?;
+            runner.settle(&mut state, written).await?;
+            state
         } else {
             self.comparisons.remove(&family);
-            runner.adopt(plan, node).await?
+            runner.adopt(plan, node, written).await?
         };
         self.states.insert(family, state);
-        Ok(written)
+        Ok(())
     }
 
     fn runner(&self, family: IpFamily, lock_wait: u32) -> Runner<'_> {
@@ -430,17 +433,17 @@ impl<'a> Runner<'a> {
     }
 
     /// Takes over whatever is installed, by us or by kube-proxy: adds and corrects, compares, removes what is left over.
-    async fn adopt(&self, plan: &Plan, node: &NodePlan) -> Result<(State, Written), Failure> {
+    async fn adopt(&self, plan: &Plan, node: &NodePlan, written: &mut Written) -> Result<State, Failure> {
         let use_sets = self.make_sets().await?;
         let read = self.read_all().await?;
         let accepted = read.nat.marks("KUBE-MARK-MASQ") | read.nat.marks("KUBE-POSTROUTING");
         let mut state = State::of(plan, node, accepted, use_sets);
         let found = state.compare(&read, Comparison::Exact);
         let canary = read.nat.has(CANARY) || read.filter.has(CANARY);
-        let mut written = Written { full: true, served: read.nat.served(), ..Written::default() };
+        *written = Written { full: true, served: read.nat.served(), ..Written::default() };
         drop(read);
-        self.write(&found.batch, use_sets, &mut written).await?;
-        self.settle(&mut state, &mut written).await?;
+        self.write(&found.batch, use_sets, written).await?;
+        self.settle(&mut state, written).await?;
         if !found.stale.is_empty() || !found.filter_stale.is_empty() {
             let left = state.compare(&self.read_all().await?, Comparison::Shape);
             let wrong = left.chains();
@@ -450,12 +453,12 @@ impl<'a> Runner<'a> {
             }
             info!(family = ?self.family, chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
             let batch = Batch { stale: left.stale, filter_stale: left.filter_stale, ..Batch::default() };
-            self.write(&batch, use_sets, &mut written).await?;
+            self.write(&batch, use_sets, written).await?;
             if canary {
                 self.remove_mangle_canary().await;
             }
         }
-        Ok((state, written))
+        Ok(state)
     }
 
     /// kube-proxy's empty chain in mangle; whether it can be removed does not matter.

@@ -17,6 +17,8 @@ use crate::plan::{Plan, PortId, PortPlan};
 pub(super) struct Flows {
     families: BTreeMap<IpFamily, Reconciler>,
     targets: HashMap<PortId, Vec<Target>>,
+    /// Frontends that the kernel was found to serve, to be compared with the plan.
+    found: Vec<(IpFamily, Target)>,
 }
 
 impl Flows {
@@ -50,15 +52,26 @@ impl Flows {
                 self.reconciler(id.family).set(target, endpoints.clone());
             }
         }
+        self.remove_unplanned();
     }
 
-    /// Takes in frontends that the kernel was found to serve. Those that the plan does not have went while no agent ran.
+    /// Takes in frontends that the kernel was found to serve. Those that the plan does not have when it was written went
+    /// while no agent ran.
     pub(super) fn found(&mut self, served: &[(IpFamily, Target)]) {
+        self.found.extend(served);
+    }
+
+    fn remove_unplanned(&mut self) {
+        if self.found.is_empty() {
+            return;
+        }
         let planned: HashSet<(IpFamily, Target)> = (self.targets.iter())
             .flat_map(|(id, targets)| targets.iter().map(|target| (id.family, *target)))
             .collect();
-        for (family, target) in served.iter().filter(|found| !planned.contains(found)) {
-            self.reconciler(*family).remove(*target);
+        for (family, target) in std::mem::take(&mut self.found) {
+            if !planned.contains(&(family, target)) {
+                self.reconciler(family).remove(target);
+            }
         }
     }
 

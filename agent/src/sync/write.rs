@@ -31,6 +31,7 @@ impl<P: Platform> Engine<P> {
         let begun = Instant::now();
         let (synced, errors) = running.dataplane.sync(&running.plan, &changes).await;
         let took = begun.elapsed();
+        self.flows.found(&synced.served);
         self.state.last_duration_milliseconds = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         let families = running.plan.families().to_vec();
         for family in families.iter().filter(|family| !errors.iter().any(|error| error.family == **family)) {
@@ -51,7 +52,6 @@ impl<P: Platform> Engine<P> {
         self.outside.metrics.drained();
         if let Some(running) = &self.running {
             self.flows.follow(&running.plan, &self.model, &changes.ports);
-            self.flows.found(&synced.served);
         }
         self.adjust().await;
         self.end_stale_flows().await;

@@ -96,12 +96,12 @@ impl Dataplane for Fake {
         };
         sleep(takes).await;
         let mut script = self.0.lock().unwrap();
+        let served = std::mem::take(&mut script.served);
         if let Some(failure) = failure {
             script.needs_full = true;
-            return (Synced::default(), vec![error(failure)]);
+            return (Synced { served, ..Synced::default() }, vec![error(failure)]);
         }
         let full = std::mem::take(&mut script.needs_full);
-        let served = std::mem::take(&mut script.served);
         let rules = BTreeMap::from([((IpFamily::IPv4, "nat"), plan.services())]);
         (Synced { full, rules, served, ..Synced::default() }, Vec::new())
     }
