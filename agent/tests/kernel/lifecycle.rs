@@ -20,7 +20,7 @@ use crate::world::{World, block_on, config, options, tools};
 
 pub const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
 
-fn spec() -> serde_json::Value {
+pub fn spec() -> serde_json::Value {
     json!({
         "type": "NodePort",
         "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],

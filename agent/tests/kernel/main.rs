@@ -4,6 +4,7 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_push_string)]
 
 mod drift;
+mod engine;
 mod lifecycle;
 mod net;
 mod node;

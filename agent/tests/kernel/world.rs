@@ -1,5 +1,6 @@
 //! A cluster as the agent sees it, and the kernel of a [`Lab`] that follows it.
 
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use pointsman_agent::iptables::{Dataplane, Flavour, Options, Tools};
 use pointsman_agent::kernel::{Reach, SyncError, Synced};
 use pointsman_agent::model::{Change, Dirty, Model, NodeFacts, ObjectName};
@@ -102,33 +103,8 @@ impl World {
 
     pub fn endpoints_at(&mut self, service: &str, pods: &[&str], port: u16) {
         for v6 in [false, true] {
-            let endpoints: Vec<Value> = pods
-                .iter()
-                .map(|pod| {
-                    let node = if [POD_A, POD_B].contains(pod) { "node" } else { "other" };
-                    json!({"addresses": [net::address(pod, v6)], "nodeName": node})
-                })
-                .collect();
-            self.slice(service, v6, &endpoints, port);
+            self.apply(Change::SliceApplied(Box::new(slice(service, v6, pods, port))));
         }
-    }
-
-    fn slice(&mut self, service: &str, v6: bool, endpoints: &[Value], port: u16) {
-        let family = if v6 { "IPv6" } else { "IPv4" };
-        let slice = json!({
-            "metadata": {
-                "namespace": "ns",
-                "name": format!("{service}-{family}"),
-                "labels": {"kubernetes.io/service-name": service},
-            },
-            "addressType": family,
-            "ports": [
-                {"name": "web", "protocol": "TCP", "port": port},
-                {"name": "dns", "protocol": "UDP", "port": port},
-            ],
-            "endpoints": endpoints,
-        });
-        self.apply(Change::SliceApplied(Box::new(serde_json::from_value(slice).unwrap())));
     }
 
     pub fn try_sync(&mut self) -> (Synced, Vec<SyncError>) {
@@ -154,10 +130,36 @@ impl World {
     }
 }
 
-fn service(name: &str, spec: &Value) -> k8s_openapi::api::core::v1::Service {
+pub fn service(name: &str, spec: &Value) -> k8s_openapi::api::core::v1::Service {
     let mut object = json!({"metadata": {"namespace": "ns", "name": name}, "spec": spec});
     if let Some(status) = object["spec"].as_object_mut().unwrap().remove("status") {
         object["status"] = status;
     }
     serde_json::from_value(object).unwrap()
+}
+
+/// A slice of a Service in one family.
+pub fn slice(service: &str, v6: bool, pods: &[&str], port: u16) -> EndpointSlice {
+    let family = if v6 { "IPv6" } else { "IPv4" };
+    let endpoints: Vec<Value> = pods
+        .iter()
+        .map(|pod| {
+            let node = if [POD_A, POD_B].contains(pod) { "node" } else { "other" };
+            json!({"addresses": [net::address(pod, v6)], "nodeName": node})
+        })
+        .collect();
+    let slice = json!({
+        "metadata": {
+            "namespace": "ns",
+            "name": format!("{service}-{family}"),
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": family,
+        "ports": [
+            {"name": "web", "protocol": "TCP", "port": port},
+            {"name": "dns", "protocol": "UDP", "port": port},
+        ],
+        "endpoints": endpoints,
+    });
+    serde_json::from_value(slice).unwrap()
 }

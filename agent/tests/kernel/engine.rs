@@ -1,0 +1,173 @@
+//! The whole loop on a real kernel, in the node's namespace: it notices, repairs, adjusts and takes over by itself.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pointsman_agent::config::{Assessment, Candidate, Tampering};
+use pointsman_agent::health::Pulse;
+use pointsman_agent::iptables::Flavour;
+use pointsman_agent::metrics::Metrics;
+use pointsman_agent::model::{Change, NodeFacts};
+use pointsman_agent::state::{Source, SyncState};
+use pointsman_agent::sync::node::Node;
+use pointsman_agent::sync::{Engine, Input, Outside, QUEUE};
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, NodePortAddress};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::lifecycle::{BOTH, cluster_ip, spec};
+use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, REMOTE, address, ip};
+use crate::world::{block_on, config, service, slice};
+
+/// A loop that runs until it is dropped.
+struct Running {
+    inputs: mpsc::Sender<Input>,
+    state: watch::Receiver<SyncState>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Running {
+    fn start(lab: &Lab) -> Self {
+        let (state, receiver) = watch::channel(SyncState::new(k8s_openapi::jiff::Timestamp::now()));
+        let (inputs, queue) = mpsc::channel(QUEUE);
+        let (stop, stopped) = oneshot::channel();
+        let outside = Outside {
+            state,
+            metrics: Arc::new(Metrics::default()),
+            pulse: Arc::new(Pulse::default()),
+            checkpoint: None,
+        };
+        let thread = lab.spawn(NODE, move || {
+            block_on(async {
+                let node = Node::new(std::path::Path::new("/proc/sys"));
+                Engine::new(node, outside, None).run(queue, stopped).await;
+            });
+        });
+        let running = Self { inputs, state: receiver, stop: Some(stop), thread: Some(thread) };
+        let own = [address(NODE, false), address(NODE, true)];
+        running.change(Change::Node(NodeFacts {
+            name: "node".into(),
+            addresses: own.to_vec(),
+            pod_cidrs: vec!["10.244.0.0/24".parse().unwrap(), "fd00:244::/64".parse().unwrap()],
+            zone: None,
+        }));
+        running.change(Change::LocalAddresses(own.to_vec()));
+        running.change(Change::ServiceApplied(Box::new(service("web", &spec()))));
+        for v6 in [false, true] {
+            running.change(Change::SliceApplied(Box::new(slice("web", v6, &[POD_A, REMOTE], 8080))));
+        }
+        for source in Source::REQUIRED {
+            running.tell(Input::Listed(source));
+        }
+        running
+    }
+
+    fn tell(&self, input: Input) {
+        self.inputs.blocking_send(input).unwrap();
+    }
+
+    fn change(&self, change: Change) {
+        self.tell(Input::Change(change));
+    }
+
+    fn configure(&self, config: &NodeProxyConfiguration) {
+        let content = serde_json::to_string(config).unwrap();
+        let hash = pointsman_crds::node_config::config_hash(&content);
+        let candidate = Candidate { revision: hash.clone(), hash, content, config: config.clone() };
+        let assigned = Some(candidate.revision.clone());
+        let assessment =
+            Assessment { assigned: assigned.clone(), outcome: Ok(candidate), tampering: Tampering::None };
+        self.tell(Input::Config(Box::new(assessment)));
+        self.until("it is in force", |state| state.config.active == assigned && state.verified);
+    }
+
+    fn until(&self, what: &str, holds: impl Fn(&SyncState) -> bool) -> SyncState {
+        let begun = Instant::now();
+        loop {
+            let state = self.state.borrow().clone();
+            if holds(&state) {
+                return state;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{what}: {state:?}");
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.stop.take().map(|stop| stop.send(()));
+        let _ = self.thread.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+fn settings(flavour: Flavour) -> NodeProxyConfiguration {
+    let mut config = config();
+    config.iptables.backend = match flavour {
+        Flavour::Nft => IptablesBackend::NFT,
+        Flavour::Legacy => IptablesBackend::Legacy,
+    };
+    // The size of the table is the whole machine's.
+    config.conntrack.max_per_core = 0;
+    config
+}
+
+#[test]
+fn syn_10_the_loop_puts_a_deleted_chain_back_within_a_second() {
+    let Some(lab) = Lab::new() else { return };
+    let running = Running::start(&lab);
+    running.configure(&settings(Flavour::Nft));
+    for repairs in 1..=3 {
+        // Not sooner than a second after the last look.
+        std::thread::park_timeout(Duration::from_millis(1100));
+        let begun = Instant::now();
+        lab.node("iptables-nft -t nat -F KUBE-SERVICES; iptables-nft -t nat -D PREROUTING 1");
+        let state = running.until("repaired", |state| state.drift.repairs == repairs);
+        let took = begun.elapsed();
+        eprintln!("SYN-10: the loop has repaired it after {took:?}");
+        assert!(took < Duration::from_secs(1), "{took:?}");
+        assert_eq!((state.drift.foreign_changes, state.drift.differs), (repairs, false));
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    }
+}
+
+#[test]
+fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let sysctl = |lab: &Lab, path: &str| lab.node(&format!("cat /proc/sys/net/{path}"));
+        let mut config = settings(flavour);
+        config.conntrack.udp_timeout_seconds = 17;
+        let running = Running::start(&lab);
+        running.configure(&config);
+        assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_udp_timeout"), "17\n");
+        assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_tcp_timeout_close_wait"), "3600\n");
+        let localhost = (ip("127.0.0.1"), 30080);
+        assert_eq!(lab.tcp(NODE, localhost), Answer::Refused);
+        config.iptables.localhost_node_ports = true;
+        config.node_port_addresses = vec![NodePortAddress("all".into())];
+        config.conntrack.udp_timeout_seconds = 18;
+        config.conntrack.tcp_be_liberal = true;
+        running.configure(&config);
+        assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_udp_timeout"), "18\n");
+        assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_tcp_be_liberal"), "1\n");
+        assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "1\n");
+        let saved = |lab: &Lab, tool: &str| lab.node(&format!("{tool}-{flavour}-save"));
+        assert!(!saved(&lab, "iptables").contains("INVALID"), "the switch follows live (k/k#117924)");
+        assert!(matches!(lab.tcp(NODE, localhost), Answer::From(..)));
+        config.iptables.localhost_node_ports = false;
+        config.conntrack.tcp_be_liberal = false;
+        config.ip_family_policy = IpFamilyPolicy::SingleStack;
+        running.configure(&config);
+        assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_tcp_be_liberal"), "0\n");
+        assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "0\n");
+        assert!(saved(&lab, "iptables").contains("INVALID"));
+        assert!(!saved(&lab, "ip6tables").contains("KUBE-"), "single stack");
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        config.ip_family_policy = IpFamilyPolicy::PreferDualStack;
+        running.configure(&config);
+        assert!(matches!(lab.tcp(CLIENT, (address(NODE, true), 30080)), Answer::From(..)));
+        assert_eq!(running.state.borrow().settings, Vec::<String>::new());
+    }
+}
