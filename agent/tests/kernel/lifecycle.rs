@@ -174,22 +174,22 @@ fn clean(lab: &Lab, flavour: Flavour) -> bool {
 }
 
 /// A connection that is asked for an echo from time to time.
-struct Stream(TcpStream);
+pub struct Stream(TcpStream);
 
 impl Stream {
-    fn open(lab: &Lab, to: SocketAddr) -> Self {
+    pub fn open(lab: &Lab, to: SocketAddr) -> Self {
         let stream = lab.run(CLIENT, move || TcpStream::connect(to).unwrap());
         stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
         Self(stream)
     }
 
-    fn answers(&mut self) -> bool {
+    pub fn answers(&mut self) -> bool {
         self.0.write_all(b"ping").is_ok() && self.0.read_exact(&mut [0; 4]).is_ok()
     }
 }
 
 /// Echoes in pod A.
-fn echo(lab: &Lab, port: u16) {
+pub fn echo(lab: &Lab, port: u16) {
     let listener = lab.run(POD_A, move || TcpListener::bind((IpAddr::from([0_u16; 8]), port)).unwrap());
     std::thread::spawn(move || {
         while let Ok((stream, _)) = listener.accept() {

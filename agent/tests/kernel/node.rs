@@ -1,5 +1,6 @@
 //! What concerns the whole node: flows of Services that are gone, NodePorts on localhost, health check ports.
 
+use std::io::ErrorKind;
 use std::net::{SocketAddr, UdpSocket};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -11,7 +12,7 @@ use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::NodePortAddress;
 
-use crate::lifecycle::{BOTH, loaded};
+use crate::lifecycle::{BOTH, Stream, echo, loaded};
 use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, address};
 use crate::world::{World, config};
 
@@ -168,5 +169,51 @@ fn hc_6_health_check_ports_pass_a_closed_firewall_while_their_service_is_there()
         world.delete_service("web");
         world.settle();
         assert_eq!(asked(&lab, 30500), closed);
+    }
+}
+
+#[test]
+fn sr_the_firewall_drops_new_connections_everywhere_and_leaves_established_ones() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        echo(&lab, 8081);
+        let mut world = World::new(&lab, flavour);
+        let spec = |ranges: &[&str]| {
+            serde_json::json!({
+                "type": "LoadBalancer",
+                "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+                "loadBalancerSourceRanges": ranges,
+                "ports": [
+                    {"name": "web", "protocol": "TCP", "port": 80},
+                    {"name": "dns", "protocol": "UDP", "port": 53},
+                ],
+                "status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}},
+            })
+        };
+        world.service("web", spec(&["192.168.77.0/24"]));
+        world.endpoints_at("web", &[POD_A], 8081);
+        world.settle();
+        let vip = crate::net::ip("198.51.100.1");
+        let mut stream = Stream::open(&lab, (vip, 80).into());
+        assert!(stream.answers());
+        world.service("web", spec(&["203.0.113.0/24"]));
+        world.settle();
+        assert!(stream.answers(), "it was let in");
+        let dropped = |from: &str| lab.udp(from, (vip, 53)) == Answer::Nothing;
+        assert!(dropped(CLIENT), "in FORWARD");
+        let own = lab.run(NODE, move || {
+            let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+            socket.send_to(b"?", (vip, 53)).map_err(|error| error.kind())
+        });
+        assert_eq!(own, Err(ErrorKind::PermissionDenied), "in OUTPUT");
+        // A load balancer that puts its address onto the node.
+        lab.node("ip addr add 198.51.100.1/32 dev lo");
+        assert!(dropped(CLIENT), "in INPUT");
+        let firewall = lab.node(&format!("iptables-{flavour} -S KUBE-PROXY-FIREWALL"));
+        assert_eq!(firewall.matches("-j DROP").count(), 2, "one a port: {firewall}");
+        world.delete_service("web");
+        world.settle();
+        let firewall = lab.node(&format!("iptables-{flavour} -S KUBE-PROXY-FIREWALL"));
+        assert_eq!(firewall.lines().count(), 1, "{firewall}");
     }
 }
