@@ -18,6 +18,7 @@ pub mod logging;
 pub mod metrics;
 pub mod model;
 pub mod netfilter;
+pub mod nftables;
 pub mod plan;
 mod random;
 pub mod run;

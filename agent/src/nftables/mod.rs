@@ -1,0 +1,7 @@
+//! nftables through netlink, without the `nft` program.
+//!
+//! In: a typed [`ruleset`] and [`Transaction`](ruleset::Transaction)s. Out: the same as text for people, or as one
+//! transaction in the kernel, and what the kernel holds, read back into the same types. No policy: what to write is decided
+//! elsewhere.
+
+pub mod ruleset;
