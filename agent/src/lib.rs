@@ -18,6 +18,7 @@ pub mod logging;
 pub mod metrics;
 pub mod model;
 pub mod netfilter;
+pub mod netlink;
 pub mod nftables;
 pub mod plan;
 mod random;

@@ -18,7 +18,10 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 
-use crate::conntrack::wire::{Frame, WireError, attributes, frames};
+use crate::netlink::{
+    ACK, Body, Encoder, Header, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, WireError, attributes,
+    messages,
+};
 
 /// `NFNLGRP_NFTABLES` of `linux/netfilter/nfnetlink.h`, as a bit.
 const GROUP: u32 = 1 << (7 - 1);
@@ -32,9 +35,6 @@ const ANSWER_WITHIN: i64 = 10;
 
 /// `NFNL_SUBSYS_NFTABLES`, the high byte of a message's type.
 const NFTABLES: u16 = 10 << 8;
-const NFGENMSG: usize = 4;
-const NFPROTO_IPV4: u8 = 2;
-const NFPROTO_IPV6: u8 = 10;
 const DELTABLE: u16 = 2;
 const NEWCHAIN: u16 = 3;
 const DELCHAIN: u16 = 5;
@@ -126,16 +126,17 @@ impl Notices {
 
 fn read(datagram: Option<&[u8]>, each: &mut impl FnMut(&Notice<'_>)) -> Result<(), WireError> {
     let datagram = datagram.ok_or(WireError::Missing("its end"))?;
-    for frame in frames(datagram) {
-        if let Some(notice) = notice(&frame?)? {
+    for message in messages(datagram) {
+        if let Some(notice) = notice(&message?)? {
             each(&notice);
         }
     }
     Ok(())
 }
 
-fn notice<'a>(frame: &Frame<'a>) -> Result<Option<Notice<'a>>, WireError> {
-    let (event, name) = match frame.kind.wrapping_sub(NFTABLES) {
+fn notice<'a>(message: &Message<'a>) -> Result<Option<Notice<'a>>, WireError> {
+    let Body::Other { kind, payload } = message.body else { return Ok(None) };
+    let (event, name) = match kind.wrapping_sub(NFTABLES) {
         DELTABLE => (Event::TableDeleted, None),
         NEWCHAIN => (Event::ChainAdded, Some(CHAIN_NAME)),
         DELCHAIN => (Event::ChainDeleted, Some(CHAIN_NAME)),
@@ -143,13 +144,13 @@ fn notice<'a>(frame: &Frame<'a>) -> Result<Option<Notice<'a>>, WireError> {
         DELRULE => (Event::RuleDeleted, Some(RULE_CHAIN)),
         _ => return Ok(None),
     };
-    let family = match frame.payload.first() {
-        Some(&NFPROTO_IPV4) => IpFamily::IPv4,
-        Some(&NFPROTO_IPV6) => IpFamily::IPv6,
+    let family = match payload.first() {
+        Some(&IPV4) => IpFamily::IPv4,
+        Some(&IPV6) => IpFamily::IPv6,
         _ => return Ok(None),
     };
     let (mut table, mut chain) = ("", "");
-    for attribute in attributes(frame.payload.get(NFGENMSG..).ok_or(WireError::Missing("a header"))?) {
+    for attribute in attributes(payload.get(NETFILTER_HEADER..).ok_or(WireError::Missing("a header"))?) {
         let (kind, value) = attribute?;
         if kind == TABLE {
             table = text(value);
@@ -157,7 +158,7 @@ fn notice<'a>(frame: &Frame<'a>) -> Result<Option<Notice<'a>>, WireError> {
             chain = text(value);
         }
     }
-    Ok(Some(Notice { writer: frame.port, family, event, table, chain }))
+    Ok(Some(Notice { writer: message.port, family, event, table, chain }))
 }
 
 /// Names end with a zero byte. One that is no text is nobody's that we know.
@@ -165,37 +166,29 @@ fn text(value: &[u8]) -> &str {
     std::str::from_utf8(value.strip_suffix(&[0]).unwrap_or(value)).unwrap_or_default()
 }
 
-const NLM_F_REQUEST: u16 = 1;
-const NLM_F_ACK: u16 = 4;
-const NLMSG_ERROR: u16 = 2;
 const BATCH_BEGIN: u16 = 0x10;
 const BATCH_END: u16 = 0x11;
 const RTM_DELLINK: u16 = 17;
 
 /// Deletes a table and all that is in it, in one transaction, in the network namespace of the calling thread.
 pub fn delete_table(family: IpFamily, name: &str) -> Result<(), Errno> {
-    let family = match family {
-        IpFamily::IPv4 => NFPROTO_IPV4,
-        IpFamily::IPv6 => NFPROTO_IPV6,
-    };
-    let mut table = vec![family, 0, 0, 0];
-    table.extend(attribute(TABLE, &[name.as_bytes(), &[0]].concat()));
-    // The subsystem, in network order.
-    let batch = [0, 0, 0, 10];
-    let messages = [
-        message(BATCH_BEGIN, NLM_F_REQUEST, 1, &batch),
-        message(NFTABLES | DELTABLE, NLM_F_REQUEST | NLM_F_ACK, 2, &table),
-        message(BATCH_END, NLM_F_REQUEST, 3, &batch),
-    ];
-    ask(SockProtocol::NetlinkNetFilter, &messages.concat())
+    let batch =
+        |kind, sequence| Header { kind, flags: REQUEST, sequence, family: 0, resource: NFTABLES >> 8 };
+    let mut encoder = Encoder::default();
+    encoder.message(batch(BATCH_BEGIN, 1), |_| {});
+    encoder.message(Header::new(NFTABLES | DELTABLE, REQUEST | ACK, 2, family), |to| to.string(TABLE, name));
+    encoder.message(batch(BATCH_END, 3), |_| {});
+    ask(SockProtocol::NetlinkNetFilter, &encoder.finish())
 }
 
 /// Deletes a network device, in the network namespace of the calling thread.
 pub fn delete_link(index: u32) -> Result<(), Errno> {
-    // struct ifinfomsg: family, type, index, flags, change.
-    let mut link = vec![0; 16];
-    link[4..8].copy_from_slice(&index.to_ne_bytes());
-    ask(SockProtocol::NetlinkRoute, &message(RTM_DELLINK, NLM_F_REQUEST | NLM_F_ACK, 1, &link))
+    // struct ifinfomsg begins with the family and 3 bytes that are 0 here, as the header of netfilter does; index, flags and
+    // change follow.
+    let header = Header { kind: RTM_DELLINK, flags: REQUEST | ACK, sequence: 1, family: 0, resource: 0 };
+    let mut encoder = Encoder::default();
+    encoder.message(header, |to| to.raw(&[index.to_ne_bytes(), [0; 4], [0; 4]].concat()));
+    ask(SockProtocol::NetlinkRoute, &encoder.finish())
 }
 
 /// Sends requests of which one asks for an answer, and returns the first answer.
@@ -207,56 +200,44 @@ fn ask(protocol: SockProtocol, requests: &[u8]) -> Result<(), Errno> {
     let mut buffer = vec![0; DATAGRAM];
     loop {
         let length = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
-        for frame in frames(buffer.get(..length).unwrap_or_default()) {
-            let frame = frame.map_err(|_| Errno::EBADMSG)?;
-            if frame.kind == NLMSG_ERROR {
-                let code = frame.payload.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
+        for message in messages(buffer.get(..length).unwrap_or_default()) {
+            if let Body::Outcome { code, .. } = message.map_err(|_| Errno::EBADMSG)?.body {
                 return if code == 0 { Ok(()) } else { Err(Errno::from_raw(code.saturating_neg())) };
             }
         }
     }
 }
 
-fn message(kind: u16, flags: u16, sequence: u32, payload: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(16 + payload.len()).unwrap_or(u32::MAX);
-    let mut bytes = length.to_ne_bytes().to_vec();
-    bytes.extend(kind.to_ne_bytes());
-    bytes.extend(flags.to_ne_bytes());
-    bytes.extend(sequence.to_ne_bytes());
-    bytes.extend([0; 4]);
-    bytes.extend(payload);
-    bytes
-}
-
-/// Padded, so that the next one may follow.
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
-    let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
-    bytes.extend(value);
-    bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn notice_bytes(kind: u16, family: u8, attributes: &[Vec<u8>]) -> Vec<u8> {
-        let payload = [vec![family, 0, 0, 0], attributes.concat()].concat();
-        let mut bytes = message(NFTABLES + kind, 0, 0, &payload);
+    fn notice_bytes(kind: u16, family: u8, fill: impl FnOnce(&mut Encoder)) -> Vec<u8> {
+        let header = Header { kind: NFTABLES + kind, flags: 0, sequence: 0, family, resource: 0 };
+        let mut encoder = Encoder::default();
+        encoder.message(header, fill);
+        let mut bytes = encoder.finish();
         bytes[12..16].copy_from_slice(&77_u32.to_ne_bytes());
         bytes
     }
 
+    fn rule(to: &mut Encoder) {
+        to.string(TABLE, "nat");
+        to.string(RULE_CHAIN, "KUBE-SERVICES");
+    }
+
     #[test]
     fn notices_say_who_did_what_where() {
-        let rule = [attribute(TABLE, b"nat\0"), attribute(RULE_CHAIN, b"KUBE-SERVICES\0")];
-        let chain = [attribute(TABLE, b"filter\0"), attribute(2, &[0; 8]), attribute(CHAIN_NAME, b"X\0")];
-        let new_generation = notice_bytes(15, 0, &[attribute(1, &[0; 4])]);
+        let chain = |to: &mut Encoder| {
+            to.string(TABLE, "filter");
+            to.attribute(2, &[0; 8]);
+            to.string(CHAIN_NAME, "X");
+        };
+        let new_generation = notice_bytes(15, 0, |to| to.number(1, 0));
         let datagram = [
-            notice_bytes(DELRULE, NFPROTO_IPV4, &rule),
-            notice_bytes(NEWCHAIN, NFPROTO_IPV6, &chain),
-            notice_bytes(NEWRULE, 1, &rule),
+            notice_bytes(DELRULE, IPV4, rule),
+            notice_bytes(NEWCHAIN, IPV6, chain),
+            notice_bytes(NEWRULE, 1, rule),
             new_generation,
         ]
         .concat();
@@ -276,7 +257,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_counts_as_lost() {
-        let rule = notice_bytes(NEWRULE, NFPROTO_IPV4, &[attribute(TABLE, b"nat\0")]);
+        let rule = notice_bytes(NEWRULE, IPV4, |to| to.string(TABLE, "nat"));
         assert!(read(None, &mut |_| {}).is_err(), "larger than the buffer");
         assert!(read(rule.get(..20), &mut |_| {}).is_err());
         let mut damaged = rule;

@@ -10,19 +10,10 @@ mod encode;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use thiserror::Error;
-
 use super::serving::Protocol;
+pub use crate::netlink::WireError;
+use crate::netlink::{self, NETFILTER_HEADER, attributes, be_u16, be_u32, exactly};
 pub use encode::{DumpFilter, delete_request, dump_request};
-
-const NLMSG_HEADER: usize = 16;
-const NFGENMSG: usize = 4;
-const ATTRIBUTE_HEADER: usize = 4;
-
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
-const NLMSG_OVERRUN: u16 = 4;
-const NLM_F_DUMP_INTR: u16 = 0x10;
 
 /// Subsystem 1 (ctnetlink) in the high byte; 0 new, 1 get, 2 delete.
 const CT_NEW: u16 = 0x100;
@@ -57,38 +48,6 @@ pub const STATUS_ASSURED: u32 = 1 << 2;
 const TCP_SYN_SENT: u8 = 1;
 const TCP_SYN_RECV: u8 = 2;
 const TCP_LAST_ACK: u8 = 6;
-
-/// Bytes that are not what the kernel sends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum WireError {
-    /// The length in a message's header does not fit.
-    #[error("a netlink message of {claimed} bytes in a buffer with {available}")]
-    Message {
-        /// Length by the header.
-        claimed: usize,
-        /// Bytes left.
-        available: usize,
-    },
-    /// The length in an attribute's header does not fit.
-    #[error("an attribute of {claimed} bytes where {available} are left")]
-    Attribute {
-        /// Length by the header.
-        claimed: usize,
-        /// Bytes left.
-        available: usize,
-    },
-    /// An attribute has another size than its type.
-    #[error("{what} has {length} bytes")]
-    Size {
-        /// Which attribute.
-        what: &'static str,
-        /// Its size.
-        length: usize,
-    },
-    /// An entry without something that every entry has.
-    #[error("an entry without {0}")]
-    Missing(&'static str),
-}
 
 /// Addresses and ports of one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,79 +129,24 @@ pub enum Body<'a> {
     Other,
 }
 
-/// One netlink message as it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Frame<'a> {
-    /// Its type.
-    pub kind: u16,
-    /// Its flags.
-    pub flags: u16,
-    /// The number of the request that it belongs to.
-    pub sequence: u32,
-    /// The netlink port of whoever has caused it.
-    pub port: u32,
-    /// What follows the header.
-    pub payload: &'a [u8],
-}
-
-/// The messages in one datagram, as they are. After an error there is no more.
-pub fn frames(datagram: &[u8]) -> impl Iterator<Item = Result<Frame<'_>, WireError>> {
-    let mut rest = datagram;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let (frame, next) = match frame(rest) {
-            Ok(parts) => parts,
-            Err(error) => {
-                rest = &[];
-                return Some(Err(error));
-            }
-        };
-        rest = next;
-        Some(Ok(frame))
-    })
-}
-
-fn frame(bytes: &[u8]) -> Result<(Frame<'_>, &[u8]), WireError> {
-    let broken = |claimed| WireError::Message { claimed, available: bytes.len() };
-    let (header, _) = bytes.split_first_chunk::<NLMSG_HEADER>().ok_or(broken(NLMSG_HEADER))?;
-    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, p0, p1, p2, p3] = *header;
-    let claimed = usize::try_from(u32::from_ne_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
-    let frame = Frame {
-        kind: u16::from_ne_bytes([k0, k1]),
-        flags: u16::from_ne_bytes([f0, f1]),
-        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
-        port: u32::from_ne_bytes([p0, p1, p2, p3]),
-        payload: bytes.get(NLMSG_HEADER..claimed).ok_or(broken(claimed))?,
-    };
-    // Messages are aligned, the last one need not be.
-    Ok((frame, bytes.get(align(claimed)..).unwrap_or_default()))
-}
-
-/// The messages in one datagram, read.
+/// The messages in one datagram. After an error there is no more.
 pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, WireError>> {
-    frames(datagram).map(|frame| message(&frame?))
-}
-
-fn message<'a>(frame: &Frame<'a>) -> Result<Message<'a>, WireError> {
-    let length = frame.payload.len();
-    let number = || frame.payload.first_chunk().map(|bytes| i32::from_ne_bytes(*bytes));
-    let body = match frame.kind {
-        NLMSG_ERROR => Body::Outcome(number().ok_or(WireError::Size { what: "an outcome", length })?),
-        // Old kernels send no number here.
-        NLMSG_DONE => Body::Done(number().unwrap_or(0)),
-        NLMSG_OVERRUN => Body::Overrun,
-        CT_NEW => Body::Entry(frame.payload),
-        _ => Body::Other,
-    };
-    let interrupted = frame.flags & NLM_F_DUMP_INTR != 0;
-    Ok(Message { sequence: frame.sequence, interrupted, body })
+    netlink::messages(datagram).map(|message| {
+        let netlink::Message { sequence, interrupted, body, .. } = message?;
+        let body = match body {
+            netlink::Body::Done(code) => Body::Done(code),
+            netlink::Body::Outcome { code, .. } => Body::Outcome(code),
+            netlink::Body::Overrun => Body::Overrun,
+            netlink::Body::Other { kind: CT_NEW, payload } => Body::Entry(payload),
+            netlink::Body::Other { .. } => Body::Other,
+        };
+        Ok(Message { sequence, interrupted, body })
+    })
 }
 
 /// The entry in the payload of a [`Body::Entry`], or `None` if services cannot have its protocol (ICMP and others).
 pub fn entry(payload: &[u8]) -> Result<Option<Entry>, WireError> {
-    let bytes = payload.get(NFGENMSG..).ok_or(WireError::Missing("a header"))?;
+    let bytes = payload.get(NETFILTER_HEADER..).ok_or(WireError::Missing("a header"))?;
     let (mut original, mut reply, mut zone, mut original_zone) = (None, None, None, None);
     let (mut status, mut tcp_state, mut id) = (None, None, None);
     for attribute in attributes(bytes) {
@@ -349,47 +253,6 @@ fn protocol_state(bytes: &[u8]) -> Result<Option<u8>, WireError> {
         }
     }
     Ok(state)
-}
-
-/// Type and value of each attribute. After an error there is no more.
-pub fn attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), WireError>> {
-    let mut rest = bytes;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let available = rest.len();
-        let parsed = rest.first_chunk::<ATTRIBUTE_HEADER>().and_then(|[l0, l1, k0, k1]| {
-            let claimed = usize::from(u16::from_ne_bytes([*l0, *l1]));
-            let value = rest.get(ATTRIBUTE_HEADER..claimed)?;
-            // The two highest bits are flags about the value.
-            Some((claimed, u16::from_ne_bytes([*k0, *k1]) & 0x3fff, value))
-        });
-        let Some((claimed, kind, value)) = parsed else {
-            let claimed =
-                rest.first_chunk().map_or(ATTRIBUTE_HEADER, |length| u16::from_ne_bytes(*length).into());
-            rest = &[];
-            return Some(Err(WireError::Attribute { claimed, available }));
-        };
-        rest = rest.get(align(claimed)..).unwrap_or_default();
-        Some(Ok((kind, value)))
-    })
-}
-
-fn align(length: usize) -> usize {
-    length.saturating_add(3) & !3
-}
-
-fn exactly<const N: usize>(what: &'static str, value: &[u8]) -> Result<[u8; N], WireError> {
-    value.try_into().map_err(|_| WireError::Size { what, length: value.len() })
-}
-
-fn be_u16(what: &'static str, value: &[u8]) -> Result<u16, WireError> {
-    exactly(what, value).map(u16::from_be_bytes)
-}
-
-fn be_u32(what: &'static str, value: &[u8]) -> Result<u32, WireError> {
-    exactly(what, value).map(u32::from_be_bytes)
 }
 
 #[cfg(test)]

@@ -142,11 +142,11 @@ fn what_is_missing_or_wrong_is_named() {
 fn messages_are_told_apart() {
     let datagram = [
         message_bytes(CT_NEW, 2, 9, &payload(&parts(17))),
-        message_bytes(NLMSG_ERROR, 0, 9, &(-2_i32).to_ne_bytes()),
-        message_bytes(NLMSG_ERROR, 0, 9, &0_i32.to_ne_bytes()),
-        message_bytes(NLMSG_OVERRUN, 0, 9, &[]),
+        message_bytes(netlink::KIND_ERROR, 0, 9, &(-2_i32).to_ne_bytes()),
+        message_bytes(netlink::KIND_ERROR, 0, 9, &0_i32.to_ne_bytes()),
+        message_bytes(netlink::KIND_OVERRUN, 0, 9, &[]),
         message_bytes(1, 0, 9, &[]),
-        message_bytes(NLMSG_DONE, 2 | NLM_F_DUMP_INTR, 9, &0_i32.to_ne_bytes()),
+        message_bytes(netlink::KIND_DONE, 2 | netlink::INTERRUPTED, 9, &0_i32.to_ne_bytes()),
     ]
     .concat();
     let read: Vec<_> = messages(&datagram).map(Result::unwrap).collect();
