@@ -34,6 +34,7 @@ pub const CREATE: u16 = 0x400;
 /// `NLM_F_APPEND`
 pub const APPEND: u16 = 0x800;
 pub(crate) const INTERRUPTED: u16 = 0x10;
+const EXPLAINED: u16 = 0x300;
 
 /// `AF_INET`
 pub const IPV4: u8 = 2;
@@ -81,6 +82,9 @@ pub struct Message<'a> {
     pub port: u32,
     /// The dump it belongs to was disturbed, and may lack entries.
     pub interrupted: bool,
+    /// An outcome says more behind the header of the request, which comes without its content (`NLM_F_CAPPED` and
+    /// `NLM_F_ACK_TLVS`).
+    pub explained: bool,
     /// What it says.
     pub body: Body<'a>,
 }
@@ -144,10 +148,12 @@ fn message(bytes: &[u8]) -> Result<(Message<'_>, &[u8]), WireError> {
         KIND_OVERRUN => Body::Overrun,
         kind => Body::Other { kind, payload },
     };
+    let flags = u16::from_ne_bytes([f0, f1]);
     let message = Message {
         sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
         port: u32::from_ne_bytes([p0, p1, p2, p3]),
-        interrupted: u16::from_ne_bytes([f0, f1]) & INTERRUPTED != 0,
+        interrupted: flags & INTERRUPTED != 0,
+        explained: flags & EXPLAINED == EXPLAINED,
         body,
     };
     // Messages are aligned, the last one need not be.

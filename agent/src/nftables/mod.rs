@@ -4,4 +4,12 @@
 //! transaction in the kernel, and what the kernel holds, read back into the same types. No policy: what to write is decided
 //! elsewhere.
 
+pub mod client;
+pub mod compare;
+pub mod connection;
+pub mod error;
+pub mod read;
 pub mod ruleset;
+pub mod text;
+pub mod watch;
+pub mod wire;

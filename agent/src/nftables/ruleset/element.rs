@@ -102,6 +102,49 @@ impl Tuple {
         Self { bytes: [0; CAPACITY], length: self.length }
     }
 
+    /// Byte by byte with another one of the same length.
+    pub(in crate::nftables) fn combine(mut self, other: Self, with: impl Fn(u8, u8) -> u8) -> Self {
+        let length = self.bytes().len();
+        for (byte, other) in self.bytes.iter_mut().zip(other.bytes).take(length) {
+            *byte = with(*byte, other);
+        }
+        self
+    }
+
+    /// All bits set, in the same length.
+    #[must_use]
+    pub fn highest(mut self) -> Self {
+        let length = self.bytes().len();
+        self.bytes.iter_mut().take(length).for_each(|byte| *byte = u8::MAX);
+        self
+    }
+
+    /// The next address, or `None` after the last.
+    #[must_use]
+    pub fn successor(mut self) -> Option<Self> {
+        let length = self.bytes().len();
+        for byte in self.bytes.get_mut(..length)?.iter_mut().rev() {
+            *byte = byte.wrapping_add(1);
+            if *byte != 0 {
+                return Some(self);
+            }
+        }
+        None
+    }
+
+    /// The address before, or `None` before the first.
+    #[must_use]
+    pub fn predecessor(mut self) -> Option<Self> {
+        let length = self.bytes().len();
+        for byte in self.bytes.get_mut(..length)?.iter_mut().rev() {
+            *byte = byte.wrapping_sub(1);
+            if *byte != u8::MAX {
+                return Some(self);
+            }
+        }
+        None
+    }
+
     /// A single column keeps its own length. What does not fit is left out: the longest key, two IPv6 addresses, does.
     fn column(mut self, value: &[u8]) -> Self {
         let start = usize::from(self.length).next_multiple_of(4);

@@ -1,0 +1,159 @@
+//! What is repaired, and how.
+
+use std::collections::BTreeMap;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::super::ruleset::{Chain, ChainType, Hook, Rule, Statement, jump};
+use super::super::text::tests::example;
+use super::*;
+
+fn installed(ruleset: Ruleset) -> Installed {
+    Installed { ruleset, foreign: BTreeMap::new() }
+}
+
+/// The operations of the first transaction, and of the second, in words.
+fn operations(repair: &Repair) -> (Vec<String>, Vec<String>) {
+    let words = |transaction: &Transaction| {
+        let word = |operation: &Operation| match operation {
+            Operation::AddElements { set, elements } => format!("add {} to {set}", elements.len()),
+            Operation::DeleteElements { set, elements } => format!("delete {} of {set}", elements.len()),
+            Operation::AddChain(chain) => format!("add chain {}", chain.name),
+            Operation::AddSet(set) => format!("add set {}", set.name),
+            Operation::AddRule { chain, .. } => format!("add rule to {chain}"),
+            Operation::DeleteChain(name) => format!("delete chain {name}"),
+            Operation::DeleteSet(name) => format!("delete set {name}"),
+            Operation::FlushChain(name) => format!("flush chain {name}"),
+            Operation::FlushSet(name) => format!("flush set {name}"),
+            Operation::AddTable => "add table".to_owned(),
+            Operation::DeleteTable => "delete table".to_owned(),
+        };
+        transaction.operations.iter().map(|(operation, _)| word(operation)).collect()
+    };
+    (words(&repair.first), words(&repair.then))
+}
+
+/// How the example is repaired after this was done to it.
+fn after(damage: impl FnOnce(&mut Installed)) -> (Repair, Vec<String>, Vec<String>) {
+    let desired = example(IpFamily::IPv4);
+    let mut there = installed(desired.clone());
+    damage(&mut there);
+    let repair = compare(&desired, Some(&there));
+    let (first, then) = operations(&repair);
+    (repair, first, then)
+}
+
+#[test]
+fn what_is_equal_is_left_alone() {
+    let (repair, first, then) = after(|_| {});
+    assert!(repair.is_empty() && first.is_empty() && then.is_empty());
+    // What packets write, and the time that is left.
+    let (repair, first, _) = after(|there| {
+        let element = Element::new(Tuple::new().word(1)).with_data(Tuple::new().word(1));
+        there.ruleset.add_element("affinity", element);
+        for element in there.ruleset.elements.get_mut("hairpin").unwrap().values_mut() {
+            element.extra_mut().expires = Some(std::time::Duration::from_secs(1));
+        }
+    });
+    assert!(repair.is_empty() && first.is_empty(), "{repair:?}");
+}
+
+#[test]
+fn a_missing_table_is_loaded() {
+    let desired = example(IpFamily::IPv6);
+    let repair = compare(&desired, None);
+    assert_eq!(repair.first, desired.load());
+    let (first, _) = operations(&repair);
+    assert_eq!(first.first().map(String::as_str), Some("add table"));
+    assert!(repair.differences[0].contains("missing"));
+}
+
+#[test]
+fn elements_are_repaired_one_by_one() {
+    let (repair, first, then) = after(|there| {
+        let frontends = there.ruleset.elements.get_mut("frontends").unwrap();
+        let key = *frontends.keys().next().unwrap();
+        frontends.insert(key, Element::new(key).with_data(Tuple::new().word(9)));
+        let other = *frontends.keys().nth(1).unwrap();
+        frontends.remove(&other);
+        let extra = Tuple::new().address([9, 9, 9, 9]).protocol(6).port(9);
+        frontends.insert(extra, Element::new(extra).with_data(Tuple::new().word(9)));
+    });
+    assert_eq!(
+        (first, then),
+        (vec!["delete 2 of frontends".to_owned(), "add 2 to frontends".to_owned()], vec![])
+    );
+    assert_eq!(
+        repair.differences,
+        ["frontends lacks 2 elements and has 2 that are not ours, such as 172.30.0.10 . udp . 53 : 20:12"]
+    );
+}
+
+#[test]
+fn ranges_are_repaired_as_a_whole_if_one_is_wrong() {
+    let (_, first, _) = after(|there| {
+        there.ruleset.elements.get_mut("service-cidrs").unwrap().pop_first();
+    });
+    assert_eq!(first, ["add 1 to service-cidrs"]);
+    let (_, first, _) = after(|there| {
+        let ranges = there.ruleset.elements.get_mut("service-cidrs").unwrap();
+        let (key, _) = ranges.pop_first().unwrap();
+        ranges.insert(key, Element::range(key, key));
+    });
+    assert_eq!(first, ["flush set service-cidrs", "add 4 to service-cidrs"]);
+}
+
+#[test]
+fn chains_are_repaired_one_by_one() {
+    let (_, first, then) = after(|there| {
+        there.ruleset.chains.get_mut("n2").unwrap().rules.clear();
+    });
+    assert_eq!((first, then), (vec!["flush chain n2".to_owned(), "add rule to n2".to_owned()], vec![]));
+    let (_, first, then) = after(|there| {
+        there.ruleset.chains.remove("n2");
+        there.ruleset.elements.get_mut("classes").unwrap().pop_first();
+        there.ruleset.add_chain(Chain::new("stray"), [Rule::new([jump("n2")])]);
+        there.ruleset.add_set(Set::new("odd", desired_columns()));
+    });
+    assert_eq!(first, ["flush chain stray", "add chain n2", "add 1 to classes", "add rule to n2"]);
+    assert_eq!(then, ["delete set odd", "delete chain stray"]);
+    let (_, first, _) = after(|there| {
+        there.foreign.insert(Object::Rules("n2".into()), "the expression log".to_owned());
+    });
+    assert_eq!(first, ["flush chain n2", "add rule to n2"]);
+}
+
+fn desired_columns() -> super::super::ruleset::Columns {
+    super::super::ruleset::Columns::Types(vec![super::super::ruleset::Type::Address])
+}
+
+#[test]
+fn another_declaration_needs_a_new_table() {
+    let rebuilt = |damage: fn(&mut Installed), difference: &str| {
+        let (repair, first, then) = after(damage);
+        assert_eq!(first[..2], ["delete table", "add table"]);
+        assert!(then.is_empty());
+        assert!(repair.differences[0].contains(difference), "{repair:?}");
+    };
+    rebuilt(|there| there.ruleset.sets.get_mut("affinity").unwrap().size = Some(20), "affinity");
+    rebuilt(
+        |there| {
+            there.ruleset.sets.remove("hairpin");
+            there.foreign.insert(Object::Set("hairpin".into()), "a set with flags 0x100".to_owned());
+        },
+        "hairpin",
+    );
+    rebuilt(
+        |there| {
+            let chain = Chain::base("filter-output", ChainType::Filter, Hook::Output, 1);
+            there.ruleset.add_chain(chain, []);
+        },
+        "filter-output",
+    );
+    let (_, first, _) = after(|there| {
+        there.foreign.insert(Object::Elements("hairpin".into()), "an element for every key".to_owned());
+        let rules = &mut there.ruleset.chains.get_mut("n2").unwrap().rules;
+        rules.push(Rule::new([Statement::Counter]));
+    });
+    assert_eq!(first, ["flush chain n2", "flush set hairpin", "add 1 to hairpin", "add rule to n2"]);
+}

@@ -1,0 +1,307 @@
+//! A netlink socket for nftables: writes transactions, asks, lists.
+//!
+//! In: a [`Transaction`] or a question. Out: success, or the operations that the kernel refused, with who wanted them.
+//!
+//! Blocking: the kernel works on a request inside of the call that sends it, for a tenth of a second for a large load, so
+//! waiting for readiness would be no gain. [`Client`](super::client::Client) moves it off the async threads.
+
+use std::os::fd::AsRawFd as _;
+
+use netlink_sys::Socket;
+use netlink_sys::protocols::NETLINK_NETFILTER;
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, NetlinkAddr, getsockname, recv, send, setsockopt, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike as _};
+
+use super::error::{Error, Refusal};
+use super::ruleset::{Operation, Origin, Table, Transaction};
+use super::wire::{self, Batch};
+use crate::netlink::{self, Body, DUMP, Encoder, Header, MESSAGE_HEADER, Message, REQUEST, attributes};
+
+/// The kernel fills datagrams of a dump up to 32 KiB if the reader has room for that.
+const DATAGRAM: usize = 64 * 1024;
+/// The kernel answers at once; a reader must not hang if it never does.
+const ANSWER_WITHIN: i64 = 10;
+/// A limit, not an allocation: a transaction is sent in one piece. 20,000 services take about 10 MiB.
+const SEND_BUFFER: usize = 256 << 20;
+/// Room for the answers to a transaction in which everything is wrong; a dump waits for its reader by itself.
+const RECEIVE_BUFFER: usize = 8 << 20;
+/// Refusals reported of one transaction: the first one is the cause, and each service at fault is wanted.
+const REFUSALS_AT_MOST: usize = 1000;
+
+/// Attributes of an answer (`NLMSGERR_ATTR_*`).
+const ANSWER_MESSAGE: u16 = 1;
+const ANSWER_OFFSET: u16 = 2;
+
+/// A socket in the network namespace of the thread that opened it.
+pub struct Connection {
+    socket: Socket,
+    port: u32,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Connection {
+    /// Opens a socket.
+    pub fn open() -> Result<Self, Error> {
+        let mut socket = Socket::new(NETLINK_NETFILTER).map_err(|error| Error::Open(errno(&error)))?;
+        let set_up = |socket: &mut Socket| -> std::io::Result<u32> {
+            socket.bind_auto()?;
+            socket.set_cap_ack(true)?;
+            socket.set_ext_ack(true)?;
+            setsockopt(socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
+            // Not allowed in every namespace; then large transactions fail, and say so.
+            let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER);
+            let _ = setsockopt(socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
+            Ok(getsockname::<NetlinkAddr>(socket.as_raw_fd())?.pid())
+        };
+        let port = set_up(&mut socket).map_err(|error| Error::Open(errno(&error)))?;
+        Ok(Self { socket, port, sequence: 0, buffer: vec![0; DATAGRAM] })
+    }
+
+    /// The number of this socket, which the kernel's notices about its transactions carry.
+    #[must_use]
+    pub fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// Makes all changes at once, or none. An error that is not a refusal leaves it open whether they were made.
+    pub fn apply(&mut self, table: &Table, transaction: &Transaction) -> Result<(), Error> {
+        let first = self.next_sequence();
+        let batch = Batch::new(table, transaction, first);
+        if batch.is_empty() {
+            return Ok(());
+        }
+        // One more for the message that ends it.
+        self.sequence = batch.last().wrapping_add(1);
+        self.send(&batch.bytes)?;
+        let mut answers =
+            Answers { batch: &batch, transaction, refusals: Vec::new(), whole: None, done: false };
+        let mut wait = MsgFlags::empty();
+        loop {
+            match receive(&self.socket, &mut self.buffer, wait) {
+                Ok(datagram) => {
+                    for message in netlink::messages(datagram) {
+                        answers.add(&message?);
+                    }
+                }
+                Err(Errno::EAGAIN) if answers.done => break,
+                Err(errno) => return Err(Error::Socket { doing: "reading the kernel's answer", errno }),
+            }
+            // All answers are there before the call that sent the batch returns.
+            if answers.done {
+                wait = MsgFlags::MSG_DONTWAIT;
+            }
+        }
+        answers.outcome()
+    }
+
+    /// Whether the table is there.
+    pub fn exists(&mut self, table: &Table) -> Result<bool, Error> {
+        let answer = self.ask(wire::GET_TABLE, table, "tables", |to| to.string(wire::TABLE, &table.name));
+        match answer {
+            Ok(_) => Ok(true),
+            Err(Error::NotListed { errno: Errno::ENOENT, .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The number of the last transaction of this network namespace, whatever its table.
+    pub fn generation(&mut self, table: &Table) -> Result<u32, Error> {
+        let answer = self.ask(wire::GET_GENERATION, table, "generation", |_| {})?;
+        Ok(wire::generation(&answer)?)
+    }
+
+    /// The payload of the only answer.
+    fn ask(
+        &mut self,
+        kind: u16,
+        table: &Table,
+        what: &'static str,
+        fill: impl FnOnce(&mut Encoder),
+    ) -> Result<Vec<u8>, Error> {
+        let sequence = self.next_sequence();
+        let mut encoder = Encoder::default();
+        encoder.message(Header::new(kind, REQUEST, sequence, table.family), fill);
+        self.send(&encoder.finish())?;
+        loop {
+            let datagram = receive(&self.socket, &mut self.buffer, MsgFlags::empty())
+                .map_err(|errno| Error::Socket { doing: "reading the kernel's answer", errno })?;
+            for message in netlink::messages(datagram) {
+                let message = message?;
+                match message.body {
+                    _ if message.sequence != sequence => {}
+                    Body::Outcome { code, .. } => {
+                        return Err(Error::NotListed { what, errno: Errno::from_raw(-code) });
+                    }
+                    Body::Other { payload, .. } => return Ok(payload.to_vec()),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Hands each message of a list to `each`; whether the list is complete and of one moment.
+    pub(super) fn dump(
+        &mut self,
+        kind: u16,
+        table: &Table,
+        what: &'static str,
+        fill: impl FnOnce(&mut Encoder),
+        mut each: impl FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<bool, Error> {
+        let sequence = self.next_sequence();
+        let mut encoder = Encoder::default();
+        encoder.message(Header::new(kind, REQUEST | DUMP, sequence, table.family), fill);
+        self.send(&encoder.finish())?;
+        let mut undisturbed = true;
+        // The list is read to its end in any case: the socket allows only one at a time.
+        let mut result = Ok(());
+        loop {
+            let datagram = receive(&self.socket, &mut self.buffer, MsgFlags::empty())
+                .map_err(|errno| Error::Socket { doing: "listing", errno })?;
+            for message in netlink::messages(datagram) {
+                let message = message?;
+                if message.sequence != sequence {
+                    continue;
+                }
+                undisturbed &= !message.interrupted;
+                match message.body {
+                    Body::Done(0) => return result.map(|()| undisturbed),
+                    Body::Done(code) | Body::Outcome { code, .. } => {
+                        return Err(Error::NotListed { what, errno: Errno::from_raw(-code) });
+                    }
+                    Body::Overrun => undisturbed = false,
+                    Body::Other { payload, .. } => {
+                        if result.is_ok() {
+                            result = each(payload);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, message: &[u8]) -> Result<(), Error> {
+        loop {
+            // The kernel takes a netlink message whole or not at all.
+            match send(self.socket.as_raw_fd(), message, MsgFlags::empty()) {
+                Ok(_) => return Ok(()),
+                Err(Errno::EINTR) => {}
+                Err(errno) => return Err(Error::Socket { doing: "sending to the kernel", errno }),
+            }
+        }
+    }
+
+    fn next_sequence(&mut self) -> u32 {
+        self.sequence = self.sequence.wrapping_add(1);
+        self.sequence
+    }
+}
+
+/// A datagram, or `ENOBUFS` if some were lost.
+pub(super) fn receive<'b>(socket: &Socket, buffer: &'b mut [u8], flags: MsgFlags) -> Result<&'b [u8], Errno> {
+    let length = loop {
+        match recv(socket.as_raw_fd(), buffer, flags | MsgFlags::MSG_TRUNC) {
+            Err(Errno::EINTR) => {}
+            other => break other?,
+        }
+    };
+    // Larger than anything that the kernel sends.
+    buffer.get(..length).ok_or(Errno::EMSGSIZE)
+}
+
+pub(super) fn errno(error: &std::io::Error) -> Errno {
+    Errno::from_raw(error.raw_os_error().unwrap_or_default())
+}
+
+/// The kernel's answers to a batch.
+struct Answers<'a> {
+    batch: &'a Batch,
+    transaction: &'a Transaction,
+    refusals: Vec<(u32, Refusal)>,
+    whole: Option<Errno>,
+    done: bool,
+}
+
+impl Answers<'_> {
+    fn add(&mut self, message: &Message<'_>) {
+        let Body::Outcome { code, rest } = message.body else { return };
+        let sequence = message.sequence;
+        let place = |offset| self.batch.place(self.transaction, sequence, offset);
+        if sequence == self.batch.last() {
+            self.done = true;
+        }
+        if code == 0 {
+            return;
+        }
+        let errno = Errno::from_raw(code.wrapping_neg());
+        let (detail, offset) = if message.explained { explanation(rest) } else { (None, None) };
+        match place(offset) {
+            Some(place) if self.refusals.len() < REFUSALS_AT_MOST => {
+                let (object, origin) = describe(self.transaction, place);
+                self.refusals.push((sequence, Refusal { object, origin, errno, detail }));
+            }
+            Some(_) => {}
+            // About the messages around the operations, that is all of them; unless it is an answer to something else.
+            None if sequence == self.batch.first || sequence == self.batch.last().wrapping_add(1) => {
+                self.done = true;
+                self.whole = Some(errno);
+            }
+            None => {}
+        }
+    }
+
+    fn outcome(mut self) -> Result<(), Error> {
+        self.refusals.sort_by_key(|(sequence, _)| sequence.wrapping_sub(self.batch.first));
+        match (self.refusals.is_empty(), self.whole) {
+            (true, None) => Ok(()),
+            (true, Some(errno)) => Err(Error::RefusedWhole(errno)),
+            (false, _) => {
+                Err(Error::Refused(self.refusals.into_iter().map(|(_, refusal)| refusal).collect()))
+            }
+        }
+    }
+}
+
+/// What the kernel says about an error, and where in the message it is.
+fn explanation(rest: &[u8]) -> (Option<String>, Option<u32>) {
+    let (mut text, mut offset) = (None, None);
+    for attribute in attributes(rest.get(MESSAGE_HEADER..).unwrap_or_default()) {
+        match attribute {
+            Ok((ANSWER_MESSAGE, value)) => {
+                let value = value.strip_suffix(&[0]).unwrap_or(value);
+                text = Some(String::from_utf8_lossy(value).into_owned());
+            }
+            Ok((ANSWER_OFFSET, value)) => offset = value.try_into().ok().map(u32::from_ne_bytes),
+            _ => {}
+        }
+    }
+    (text, offset)
+}
+
+fn describe(transaction: &Transaction, place: wire::Place) -> (String, Option<Origin>) {
+    let Some((operation, origin)) = transaction.operations.get(place.operation) else {
+        return (String::new(), None);
+    };
+    let of = |verb: &str, name: &str| format!("to {verb} {name}");
+    let object = match operation {
+        Operation::AddTable => "to add the table".to_owned(),
+        Operation::DeleteTable => "to delete the table".to_owned(),
+        Operation::AddChain(chain) => of("add the chain", &chain.name),
+        Operation::DeleteChain(name) => of("delete the chain", name),
+        Operation::FlushChain(name) => of("flush the chain", name),
+        Operation::AddRule { chain, .. } => of("add a rule to", chain),
+        Operation::AddSet(set) => of("add the set", &set.name),
+        Operation::DeleteSet(name) => of("delete the set", name),
+        Operation::FlushSet(name) => of("flush the set", name),
+        Operation::AddElements { set, elements } | Operation::DeleteElements { set, elements } => {
+            let verb = if matches!(operation, Operation::AddElements { .. }) { "add" } else { "delete" };
+            let Some((element, origin)) = place.element.and_then(|index| elements.get(index)) else {
+                return (format!("to {verb} one of {} elements of {set}", elements.len()), None);
+            };
+            return (format!("to {verb} the element {:?} of {set}", element.key), Some(*origin));
+        }
+    };
+    (object, Some(*origin))
+}

@@ -1,0 +1,102 @@
+//! What can go wrong between us and the kernel, and what to do about it.
+
+use std::io;
+
+use nix::errno::Errno;
+use thiserror::Error;
+
+use super::ruleset::Origin;
+use super::wire::DecodeError;
+use crate::netlink::WireError;
+
+/// Why something was not written or read.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Error {
+    /// No socket.
+    #[error("cannot open a netlink socket: {}", advice(*.0))]
+    Open(Errno),
+    /// The socket failed; whether a transaction took effect is unknown.
+    #[error("{doing} failed: {}", advice(*.errno))]
+    Socket {
+        /// What was being done.
+        doing: &'static str,
+        /// The kernel's error.
+        errno: Errno,
+    },
+    /// The kernel refused a transaction as a whole; nothing has changed.
+    #[error("the kernel refused the transaction: {}", advice(*.0))]
+    RefusedWhole(Errno),
+    /// The kernel refused these operations, and with them the transaction; nothing has changed.
+    #[error("{}", refusals(.0))]
+    Refused(Vec<Refusal>),
+    /// The kernel does not list what it has.
+    #[error("the kernel does not list its {what}: {}", advice(*.errno))]
+    NotListed {
+        /// What was asked for.
+        what: &'static str,
+        /// The kernel's error.
+        errno: Errno,
+    },
+    /// Every attempt to read was disturbed by transactions, of whatever table.
+    #[error("reading was disturbed {0} times by other changes of nftables; the next sync tries again")]
+    Disturbed(u32),
+    /// A message of the kernel that makes no sense.
+    #[error("{0}; report this with the kernel's version")]
+    Decode(#[from] DecodeError),
+    /// The task that talks to the kernel has ended.
+    #[error("the task that talks to the kernel has ended: {0}; the next sync tries again")]
+    Ended(String),
+}
+
+impl From<WireError> for Error {
+    fn from(error: WireError) -> Self {
+        Self::Decode(error.into())
+    }
+}
+
+/// An operation that the kernel refused.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{object}: {}{}", advice(*.errno), detail.as_ref().map_or(String::new(), |detail| format!(" ({detail})")))]
+pub struct Refusal {
+    /// What was to be done.
+    pub object: String,
+    /// Who wanted it, if it can be told: kernels before 6.0 do not say which of several elements it is.
+    pub origin: Option<Origin>,
+    /// The kernel's error.
+    pub errno: Errno,
+    /// What the kernel says about it.
+    pub detail: Option<String>,
+}
+
+/// The first one is the cause; others may follow from it.
+fn refusals(refusals: &[Refusal]) -> String {
+    match refusals {
+        [] => "the kernel refused the transaction".to_owned(),
+        [first] => format!("the kernel refused {first}"),
+        [first, rest @ ..] => format!("the kernel refused {first}; and {} more", rest.len()),
+    }
+}
+
+/// The error, and what to do about it.
+fn advice(errno: Errno) -> String {
+    let todo = match errno {
+        Errno::EPERM | Errno::EACCES => "the agent needs the capability NET_ADMIN in the host's network",
+        Errno::EPROTONOSUPPORT | Errno::EAFNOSUPPORT => "load the kernel module nf_tables on the node",
+        Errno::EOPNOTSUPP => {
+            "this kernel cannot do it; the agent's check of the kernel names what is missing"
+        }
+        Errno::ENOENT => {
+            "something it refers to is missing, or a kernel module; the next sync reads the table and repairs it"
+        }
+        Errno::EEXIST => "something else is there already; the next sync reads the table and repairs it",
+        Errno::EBUSY => "it is still in use; the next sync reads the table and repairs it",
+        Errno::ENFILE | Errno::ENOSPC => "the set is full",
+        Errno::ENOMEM | Errno::ENOBUFS => "the kernel is out of memory for this; the next sync tries again",
+        Errno::EMSGSIZE => {
+            "the transaction is too large; the agent needs the capability NET_ADMIN to send it"
+        }
+        Errno::EAGAIN => "the kernel did not answer in time; the next sync tries again",
+        _ => "the next sync tries again",
+    };
+    format!("{}: {todo}", io::Error::from(errno))
+}

@@ -1,0 +1,227 @@
+//! Reads a table back.
+//!
+//! In: a connection and the name of a table. Out: what the kernel holds in it, in the types that were written. Nothing of
+//! other tables is looked at. All of it is of one moment: reading starts over when a transaction came in between.
+
+use std::collections::BTreeMap;
+
+use nix::errno::Errno;
+
+use super::connection::Connection;
+use super::error::Error;
+use super::ruleset::{Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
+use super::wire::{self, DecodeError, ReadElement};
+
+/// Transactions of other programs disturb, too.
+const ATTEMPTS: u32 = 10;
+
+/// What the kernel holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Installed {
+    /// What was understood. Maps that packets write are declared, but without their elements.
+    pub ruleset: Ruleset,
+    /// What is nothing of ours, and why: somebody else has changed it.
+    pub foreign: BTreeMap<Object, String>,
+}
+
+/// A part of a table.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Object {
+    /// A set's declaration.
+    Set(Name),
+    /// The elements of a set.
+    Elements(Name),
+    /// A chain itself.
+    Chain(Name),
+    /// The rules of a chain.
+    Rules(Name),
+}
+
+impl Connection {
+    /// Reads a table, or `None` if it is not there.
+    pub fn read(&mut self, table: &Table) -> Result<Option<Installed>, Error> {
+        for _ in 0..ATTEMPTS {
+            let before = self.generation(table)?;
+            if !self.exists(table)? {
+                return Ok(None);
+            }
+            let mut reading = Reading::new(table);
+            let undisturbed = match reading.everything(self) {
+                Ok(undisturbed) => undisturbed,
+                // Deleted while it was read.
+                Err(Error::NotListed { errno: Errno::ENOENT, .. }) => false,
+                Err(error) => return Err(error),
+            };
+            if undisturbed && self.generation(table)? == before {
+                return Ok(Some(reading.installed));
+            }
+        }
+        Err(Error::Disturbed(ATTEMPTS))
+    }
+}
+
+struct Reading<'a> {
+    table: &'a Table,
+    installed: Installed,
+    /// Elements of the maps that are in rules, by the names that the kernel gave them.
+    inline: BTreeMap<Name, Vec<ReadElement>>,
+}
+
+impl<'a> Reading<'a> {
+    fn new(table: &'a Table) -> Self {
+        let ruleset = Ruleset::new(table.clone());
+        Self { table, installed: Installed { ruleset, foreign: BTreeMap::new() }, inline: BTreeMap::new() }
+    }
+
+    fn everything(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+        Ok(self.sets(connection)? && self.chains(connection)? && self.rules(connection)?)
+    }
+
+    fn sets(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+        let table = self.table;
+        let mut sets = Vec::new();
+        let listed = connection.dump(
+            wire::GET_SET,
+            table,
+            "sets",
+            |to| to.string(wire::TABLE, &table.name),
+            |payload| {
+                sets.push(wire::set(payload, table.family)?);
+                Ok(())
+            },
+        )?;
+        for wire::ReadSet { name, inline, set } in sets {
+            let interval = set.as_ref().is_ok_and(|set| set.flags.interval);
+            let dynamic = set.as_ref().is_ok_and(|set| set.flags.dynamic);
+            match set {
+                Ok(set) if !inline => self.installed.ruleset.add_set(set),
+                Ok(_) => {}
+                Err(error) => {
+                    self.installed.foreign.insert(Object::Set(name), error.to_string());
+                    continue;
+                }
+            }
+            if !dynamic && !self.elements(connection, &name, interval, inline)? {
+                return Ok(false);
+            }
+        }
+        Ok(listed)
+    }
+
+    fn elements(
+        &mut self,
+        connection: &mut Connection,
+        set: &Name,
+        interval: bool,
+        inline: bool,
+    ) -> Result<bool, Error> {
+        let table = self.table;
+        let mut elements: Vec<ReadElement> = Vec::new();
+        let mut foreign = None;
+        let listed = connection.dump(
+            wire::GET_ELEMENT,
+            table,
+            "elements",
+            |to| {
+                to.string(wire::TABLE, &table.name);
+                to.string(wire::SET_NAME, set);
+            },
+            |payload| {
+                match wire::elements(payload) {
+                    Ok(read) => elements.extend(read),
+                    Err(DecodeError::Foreign(why)) => foreign = Some(why),
+                    Err(error) => return Err(error.into()),
+                }
+                Ok(())
+            },
+        )?;
+        if let Some(why) = foreign {
+            self.installed.foreign.insert(Object::Elements(set.clone()), why);
+        }
+        if inline {
+            self.inline.insert(set.clone(), elements);
+        } else {
+            let elements: Vec<_> = if interval {
+                wire::ranges(elements)
+            } else {
+                elements.into_iter().map(|read| read.element).collect()
+            };
+            if !elements.is_empty() {
+                let by_key = elements.into_iter().map(|element| (element.key, element)).collect();
+                self.installed.ruleset.elements.insert(set.clone(), by_key);
+            }
+        }
+        Ok(listed)
+    }
+
+    fn chains(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+        let (table, installed) = (self.table, &mut self.installed);
+        connection.dump(
+            wire::GET_CHAIN,
+            table,
+            "chains",
+            // Kernels list the chains of all tables nevertheless.
+            |to| to.string(wire::TABLE, &table.name),
+            |payload| {
+                if wire::table_of(payload)?.1 != table.name {
+                    return Ok(());
+                }
+                match wire::chain(payload)? {
+                    (_, Ok(chain)) => installed.ruleset.add_chain(chain, []),
+                    (name, Err(error)) => {
+                        installed.foreign.insert(Object::Chain(name), error.to_string());
+                    }
+                }
+                Ok(())
+            },
+        )
+    }
+
+    fn rules(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+        let table = self.table;
+        let mut rules = Vec::new();
+        let listed = connection.dump(
+            wire::GET_RULE,
+            table,
+            "rules",
+            |to| to.string(wire::TABLE, &table.name),
+            |payload| {
+                rules.push(wire::rule(payload, table.family)?);
+                Ok(())
+            },
+        )?;
+        for (chain, rule) in rules {
+            let rule = rule.and_then(|mut rule| {
+                self.fill_in(&mut rule)?;
+                Ok(rule)
+            });
+            match (rule, self.installed.ruleset.chains.get_mut(&chain)) {
+                (Ok(rule), Some(Rules { rules, .. })) => rules.push(rule),
+                (Ok(_), None) => {}
+                (Err(error), _) => {
+                    self.installed.foreign.insert(Object::Rules(chain), error.to_string());
+                }
+            }
+        }
+        Ok(listed)
+    }
+
+    /// Puts the elements of maps without a name into the rules that use them.
+    fn fill_in(&self, rule: &mut Rule) -> Result<(), DecodeError> {
+        for statement in &mut rule.statements {
+            let set = match statement {
+                Statement::VerdictMap { map: VerdictMap::Named(name), .. } => name,
+                Statement::Lookup { set, .. } => set,
+                _ => continue,
+            };
+            let Some(elements) = self.inline.get(set) else { continue };
+            let cases = wire::cases(elements.clone());
+            let foreign = || DecodeError::Foreign("a set without a name".to_owned());
+            match statement {
+                Statement::VerdictMap { map, .. } => *map = VerdictMap::Inline(cases.ok_or_else(foreign)?),
+                _ => return Err(foreign()),
+            }
+        }
+        Ok(())
+    }
+}
