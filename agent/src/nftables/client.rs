@@ -79,14 +79,8 @@ impl Client {
         &mut self,
         work: impl FnOnce(&mut Connection) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let mut connection = match self.idle.take() {
-            Some(connection) => connection,
-            None => {
-                let connection = Connection::open()?;
-                self.port.store(connection.port(), Ordering::Relaxed);
-                connection
-            }
-        };
+        let mut connection = self.idle.take().map_or_else(Connection::open, Ok)?;
+        self.port.store(connection.port(), Ordering::Relaxed);
         let task = spawn_blocking(move || {
             let result = work(&mut connection);
             (connection, result)

@@ -237,18 +237,15 @@ impl Answers<'_> {
         }
         let errno = Errno::from_raw(code.wrapping_neg());
         let (detail, offset) = if message.explained { explanation(rest) } else { (None, None) };
-        match place(offset) {
-            Some(place) if self.refusals.len() < REFUSALS_AT_MOST => {
+        if let Some(place) = place(offset) {
+            if self.refusals.len() < REFUSALS_AT_MOST {
                 let (object, origin) = describe(self.transaction, place);
                 self.refusals.push((sequence, Refusal { object, origin, errno, detail }));
             }
-            Some(_) => {}
-            // About the messages around the operations, that is all of them; unless it is an answer to something else.
-            None if sequence == self.batch.first || sequence == self.batch.last().wrapping_add(1) => {
-                self.done = true;
-                self.whole = Some(errno);
-            }
-            None => {}
+        } else if sequence == self.batch.first || sequence == self.batch.last().wrapping_add(1) {
+            // About the messages around the operations, which stand for all of them.
+            self.done = true;
+            self.whole = Some(errno);
         }
     }
 
@@ -286,7 +283,7 @@ fn describe(transaction: &Transaction, place: wire::Place) -> (String, Option<Or
     };
     let of = |verb: &str, name: &str| format!("to {verb} {name}");
     let object = match operation {
-        Operation::AddTable => "to add the table".to_owned(),
+        Operation::AddTable | Operation::AddDormantTable => "to add the table".to_owned(),
         Operation::DeleteTable => "to delete the table".to_owned(),
         Operation::AddChain(chain) => of("add the chain", &chain.name),
         Operation::DeleteChain(name) => of("delete the chain", name),

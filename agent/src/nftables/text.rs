@@ -26,7 +26,7 @@ pub fn ruleset(ruleset: &Ruleset) -> String {
         blocks.push(text.set(set, ruleset.elements.get(name).into_iter().flat_map(|all| all.values())));
     }
     for rules in ruleset.chains.values() {
-        let mut block = text.chain(&rules.chain);
+        let mut block = chain_head(&rules.chain);
         for rule in &rules.rules {
             let _ = writeln!(block, "\t\t{}", text.rule(rule));
         }
@@ -50,6 +50,25 @@ pub fn element(element: &Element, set: &Set, family: IpFamily) -> String {
     Text { family }.element(element, set)
 }
 
+fn chain_head(chain: &Chain) -> String {
+    let mut text = format!("\tchain {} {{\n", chain.name);
+    if let Some(Base { kind, hook, priority }) = chain.base {
+        let kind = match kind {
+            ChainType::Filter => "filter",
+            ChainType::Nat => "nat",
+        };
+        let hook = match hook {
+            Hook::Prerouting => "prerouting",
+            Hook::Input => "input",
+            Hook::Forward => "forward",
+            Hook::Output => "output",
+            Hook::Postrouting => "postrouting",
+        };
+        let _ = writeln!(text, "\t\ttype {kind} hook {hook} priority {priority}; policy accept;");
+    }
+    text
+}
+
 struct Text {
     family: IpFamily,
 }
@@ -60,25 +79,6 @@ impl Text {
             IpFamily::IPv4 => "ip",
             IpFamily::IPv6 => "ip6",
         }
-    }
-
-    fn chain(&self, chain: &Chain) -> String {
-        let mut text = format!("\tchain {} {{\n", chain.name);
-        if let Some(Base { kind, hook, priority }) = chain.base {
-            let kind = match kind {
-                ChainType::Filter => "filter",
-                ChainType::Nat => "nat",
-            };
-            let hook = match hook {
-                Hook::Prerouting => "prerouting",
-                Hook::Input => "input",
-                Hook::Forward => "forward",
-                Hook::Output => "output",
-                Hook::Postrouting => "postrouting",
-            };
-            let _ = writeln!(text, "\t\ttype {kind} hook {hook} priority {priority}; policy accept;");
-        }
-        text
     }
 
     fn set<'a>(&self, set: &Set, elements: impl Iterator<Item = &'a Element>) -> String {

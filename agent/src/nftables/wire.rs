@@ -42,22 +42,22 @@ impl DecodeError {
 /// Subsystem 10 (nf_tables) in the high byte.
 const SUBSYSTEM: u16 = 0xa00;
 pub(super) const NEW_TABLE: u16 = SUBSYSTEM;
-pub(super) const GET_TABLE: u16 = SUBSYSTEM | 1;
-const DELETE_TABLE: u16 = SUBSYSTEM | 2;
-pub(super) const NEW_CHAIN: u16 = SUBSYSTEM | 3;
-pub(super) const GET_CHAIN: u16 = SUBSYSTEM | 4;
-const DELETE_CHAIN: u16 = SUBSYSTEM | 5;
-pub(super) const NEW_RULE: u16 = SUBSYSTEM | 6;
-pub(super) const GET_RULE: u16 = SUBSYSTEM | 7;
-const DELETE_RULE: u16 = SUBSYSTEM | 8;
-pub(super) const NEW_SET: u16 = SUBSYSTEM | 9;
-pub(super) const GET_SET: u16 = SUBSYSTEM | 10;
-const DELETE_SET: u16 = SUBSYSTEM | 11;
-pub(super) const NEW_ELEMENT: u16 = SUBSYSTEM | 12;
-pub(super) const GET_ELEMENT: u16 = SUBSYSTEM | 13;
-const DELETE_ELEMENT: u16 = SUBSYSTEM | 14;
-pub(super) const NEW_GENERATION: u16 = SUBSYSTEM | 15;
-pub(super) const GET_GENERATION: u16 = SUBSYSTEM | 16;
+pub(super) const GET_TABLE: u16 = SUBSYSTEM + 1;
+const DELETE_TABLE: u16 = SUBSYSTEM + 2;
+pub(super) const NEW_CHAIN: u16 = SUBSYSTEM + 3;
+pub(super) const GET_CHAIN: u16 = SUBSYSTEM + 4;
+const DELETE_CHAIN: u16 = SUBSYSTEM + 5;
+pub(super) const NEW_RULE: u16 = SUBSYSTEM + 6;
+pub(super) const GET_RULE: u16 = SUBSYSTEM + 7;
+const DELETE_RULE: u16 = SUBSYSTEM + 8;
+pub(super) const NEW_SET: u16 = SUBSYSTEM + 9;
+pub(super) const GET_SET: u16 = SUBSYSTEM + 10;
+const DELETE_SET: u16 = SUBSYSTEM + 11;
+pub(super) const NEW_ELEMENT: u16 = SUBSYSTEM + 12;
+pub(super) const GET_ELEMENT: u16 = SUBSYSTEM + 13;
+const DELETE_ELEMENT: u16 = SUBSYSTEM + 14;
+pub(super) const NEW_GENERATION: u16 = SUBSYSTEM + 15;
+pub(super) const GET_GENERATION: u16 = SUBSYSTEM + 16;
 const BATCH_BEGIN: u16 = 0x10;
 const BATCH_END: u16 = 0x11;
 /// What the two messages around a batch are about.
@@ -66,6 +66,7 @@ const RESOURCE: u16 = 10;
 /// In messages about tables, chains, rules, sets and elements alike.
 pub(super) const TABLE: u16 = 1;
 const TABLE_FLAGS: u16 = 2;
+const TABLE_DORMANT: u32 = 1;
 
 const CHAIN_NAME: u16 = 3;
 const CHAIN_HOOK: u16 = 4;

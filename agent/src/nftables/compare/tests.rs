@@ -25,7 +25,7 @@ fn operations(repair: &Repair) -> (Vec<String>, Vec<String>) {
             Operation::DeleteSet(name) => format!("delete set {name}"),
             Operation::FlushChain(name) => format!("flush chain {name}"),
             Operation::FlushSet(name) => format!("flush set {name}"),
-            Operation::AddTable => "add table".to_owned(),
+            Operation::AddTable | Operation::AddDormantTable => "add table".to_owned(),
             Operation::DeleteTable => "delete table".to_owned(),
         };
         transaction.operations.iter().map(|(operation, _)| word(operation)).collect()

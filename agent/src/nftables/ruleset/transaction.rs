@@ -17,6 +17,8 @@ impl Origin {
 pub enum Operation {
     /// The table itself.
     AddTable,
+    /// The table, with its base chains at no hook: no packet enters them.
+    AddDormantTable,
     /// The table with everything in it, which must exist.
     DeleteTable,
     /// A chain.

@@ -13,8 +13,8 @@ use super::{
     ELEMENTS_SET_ID, FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP, FLAG_TIMEOUT,
     HOOK_NUMBER, HOOK_PRIORITY, LIST_ITEM, NEW_CHAIN, NEW_ELEMENT, NEW_RULE, NEW_SET, NEW_TABLE, RESOURCE,
     RULE_CHAIN, RULE_EXPRESSIONS, RULE_USERDATA, SET_DATA_LENGTH, SET_DATA_TYPE, SET_DESCRIPTION, SET_FLAGS,
-    SET_ID, SET_KEY_LENGTH, SET_KEY_TYPE, SET_NAME, SET_USERDATA, TABLE, TABLE_FLAGS, VERDICT_LENGTH,
-    VERDICTS, columns_length, columns_number, encode_verdict, types_of, userdata,
+    SET_ID, SET_KEY_LENGTH, SET_KEY_TYPE, SET_NAME, SET_USERDATA, TABLE, TABLE_DORMANT, TABLE_FLAGS,
+    VERDICT_LENGTH, VERDICTS, columns_length, columns_number, encode_verdict, types_of, userdata,
 };
 use crate::netlink::{
     ACK, APPEND, ATTRIBUTE_HEADER, CREATE, Encoder, Header, MESSAGE_HEADER, NETFILTER_HEADER, REQUEST, align,
@@ -129,14 +129,12 @@ impl Batch {
                 continue;
             }
             at += ATTRIBUTE_HEADER;
-            let mut items = 0;
-            for item in attributes(value) {
+            for (items, item) in attributes(value).enumerate() {
                 let length = align(ATTRIBUTE_HEADER + item.ok()?.1.len());
                 if offset < at + length {
                     return (offset >= at).then_some(items);
                 }
                 at += length;
-                items += 1;
             }
             return None;
         }
@@ -187,6 +185,9 @@ impl Writer<'_> {
         let here = (index, None);
         match operation {
             Operation::AddTable => self.message(NEW_TABLE, CREATE, here, |to| to.number(TABLE_FLAGS, 0)),
+            Operation::AddDormantTable => {
+                self.message(NEW_TABLE, CREATE, here, |to| to.number(TABLE_FLAGS, TABLE_DORMANT));
+            }
             Operation::DeleteTable => self.message(DELETE_TABLE, 0, here, |_| {}),
             Operation::AddChain(chain) => self.message(NEW_CHAIN, CREATE, here, |to| encode_chain(to, chain)),
             Operation::DeleteChain(name) => {

@@ -188,7 +188,7 @@ fn element(bytes: &[u8]) -> Result<ReadElement, DecodeError> {
 pub fn ranges(read: Vec<ReadElement>) -> Vec<Element> {
     let mut read = read;
     // Where a range ends and the next one begins at once, the end comes first.
-    read.sort_by(|a, b| (a.element.key, !a.is_end).cmp(&(b.element.key, !b.is_end)));
+    read.sort_by_key(|read| (read.element.key, !read.is_end));
     let mut ranges: Vec<Element> = Vec::new();
     let mut open: Option<Element> = None;
     let close = |element: Element, last: Tuple| {

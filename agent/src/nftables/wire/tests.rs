@@ -398,7 +398,7 @@ fn sets_are_declared_as_nft_does() {
         Columns::Typeof(vec![Value::DestinationAddress, Value::Protocol, Value::DestinationPort]),
         Columns::Typeof(vec![Value::Priority]),
     );
-    let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let hex = |bytes: Vec<u8>| bytes.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
     assert_eq!(
         hex(userdata::encode_set(&frontends, IpFamily::IPv4)),
         "000400000000010401000000\

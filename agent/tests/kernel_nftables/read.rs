@@ -1,0 +1,144 @@
+//! What others have changed is found, and exactly that is repaired.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use pointsman_agent::nftables::compare::compare;
+use pointsman_agent::nftables::connection::Connection;
+use pointsman_agent::nftables::error::Error;
+use pointsman_agent::nftables::ruleset::Chain;
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::everything::{affinity_rules, everything};
+use super::{isolated, load, nft, nft_file};
+
+#[test]
+fn damage_is_repaired() {
+    isolated(|| {
+        let mut all = everything(IpFamily::IPv4);
+        all.add_chain(Chain::new("affinity"), affinity_rules());
+        let mut connection = Connection::open().unwrap();
+        load(&mut connection, &all);
+        // A client that is pinned: nobody but a packet writes this.
+        nft("add element ip pointsman affinity { 10.0.0.1 . 0:10 timeout 1h : 10:10 }");
+        let keeps_clients = |damage: &str| !damage.contains("table") && !damage.contains("affinity");
+        for (damage, differences) in [
+            ("delete element ip pointsman frontends { 172.30.0.41 . tcp . 80 }", 1),
+            ("add element ip pointsman cluster-ips { 1.2.3.4 }", 1),
+            ("add element ip pointsman frontends { 1.2.3.4 . tcp . 80 : 1:1 }", 1),
+            ("flush map ip pointsman frontends", 1),
+            ("flush map ip pointsman classes", 1),
+            ("delete element ip pointsman service-cidrs { 172.30.0.40-172.30.0.42 }", 1),
+            ("add element ip pointsman service-cidrs { 9.0.0.0/8 }", 1),
+            ("flush set ip pointsman service-cidrs", 1),
+            ("flush chain ip pointsman rules", 1),
+            ("add rule ip pointsman empty log prefix \"x\"", 1),
+            ("insert rule ip pointsman rules drop", 1),
+            ("add chain ip pointsman stray", 1),
+            (
+                "add chain ip pointsman stray; add rule ip pointsman stray jump rules; add rule ip pointsman rules jump stray",
+                2,
+            ),
+            (
+                "add set ip pointsman odd { type ether_addr; }; add rule ip pointsman empty ether saddr @odd",
+                2,
+            ),
+            ("add chain ip pointsman evil { type filter hook forward priority 0; policy drop; }", 1),
+            (
+                "add map ip pointsman more { type ipv4_addr : verdict; }; add element ip pointsman more { 1.2.3.4 : goto rules }",
+                1,
+            ),
+            ("add element ip pointsman classes { 5:5 : goto empty }", 1),
+            (
+                "delete element ip pointsman classes { 100:0 }; add element ip pointsman classes { 100:0 : drop }",
+                1,
+            ),
+            ("delete rule ip pointsman nat-output handle HANDLE", 1),
+            ("add chain ip pointsman filter-input { policy drop; }", 1),
+            ("flush map ip pointsman affinity", 0),
+            ("delete table ip pointsman", 1),
+            ("delete table ip pointsman; add table ip pointsman", 25),
+        ] {
+            let mut damage = damage.to_owned();
+            if damage.contains("HANDLE") {
+                let listing = nft("-a list chain ip pointsman nat-output");
+                let handle = listing.split("jump empty # handle ").nth(1).unwrap().lines().next().unwrap();
+                damage = damage.replace("HANDLE", handle);
+            }
+            nft_file(&format!("{}\n", damage.replace("; add", "\nadd")));
+            let read = connection.read(&all.table).unwrap();
+            let repair = compare(&all, read.as_ref());
+            if differences < 25 {
+                assert_eq!(repair.differences.len(), differences, "{damage}: {:?}", repair.differences);
+            } else {
+                assert!(repair.differences.len() >= differences, "{damage}: {:?}", repair.differences);
+            }
+            for repairs in [&repair.first, &repair.then] {
+                connection.apply(&all.table, repairs).unwrap_or_else(|error| panic!("{damage}: {error}"));
+            }
+            let read = connection.read(&all.table).unwrap().unwrap();
+            assert_eq!(compare(&all, Some(&read)).differences, [] as [String; 0], "{damage}");
+            assert_eq!(read.ruleset, all, "{damage}");
+            if keeps_clients(&damage) && !damage.contains("policy") {
+                assert!(nft("list map ip pointsman affinity").contains("10.0.0.1"), "{damage}");
+            }
+        }
+    });
+}
+
+#[test]
+fn other_tables_are_none_of_our_business() {
+    isolated(|| {
+        nft_file(
+            "table ip pointsman-not { map m { type mark : verdict; }; chain c { log; }; }\ntable inet x { chain rules { drop; }; }\n",
+        );
+        nft_file("table ip6 pointsman { chain c { log; }; }\n");
+        let before =
+            (nft("list table ip pointsman-not"), nft("list table inet x"), nft("list table ip6 pointsman"));
+        let all = everything(IpFamily::IPv4);
+        let mut connection = Connection::open().unwrap();
+        load(&mut connection, &all);
+        assert_eq!(connection.read(&all.table).unwrap().unwrap().ruleset, all);
+        let after =
+            (nft("list table ip pointsman-not"), nft("list table inet x"), nft("list table ip6 pointsman"));
+        assert_eq!(before, after);
+    });
+}
+
+#[test]
+fn a_reading_is_of_one_moment() {
+    isolated(|| {
+        let all = everything(IpFamily::IPv4);
+        let mut connection = Connection::open().unwrap();
+        load(&mut connection, &all);
+        // Another writer moves the whole table away and back, each in one transaction; in between there is none.
+        let (stop, ruleset) = (Arc::new(AtomicBool::new(false)), all.clone());
+        let mut writer = Connection::open().unwrap();
+        let stopped = Arc::clone(&stop);
+        let others = thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                let delete = super::transaction([(super::Operation::DeleteTable, 0)]);
+                writer.apply(&ruleset.table, &delete).unwrap();
+                writer.apply(&ruleset.table, &ruleset.load()).unwrap();
+            }
+        });
+        let (mut whole, mut absent, mut disturbed) = (0, 0, 0);
+        for _ in 0..300 {
+            match connection.read(&all.table) {
+                Ok(Some(read)) => {
+                    assert_eq!(read.ruleset, all);
+                    whole += 1;
+                }
+                Ok(None) => absent += 1,
+                Err(Error::Disturbed(_)) => disturbed += 1,
+                Err(error) => panic!("{error}"),
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        others.join().unwrap();
+        println!("{whole} whole, {absent} absent, {disturbed} disturbed");
+        assert!(absent + disturbed > 0, "nothing was disturbed: {whole} whole");
+        assert_eq!(connection.read(&all.table).unwrap().unwrap().ruleset, all);
+    });
+}

@@ -1,0 +1,93 @@
+//! Changes by others are noticed, at once; our own and those of other tables are not.
+
+use std::time::{Duration, Instant};
+
+use futures::FutureExt as _;
+use pointsman_agent::nftables::client::Client;
+use pointsman_agent::nftables::ruleset::{Element, Operation, Origin};
+use pointsman_agent::nftables::watch::{Touched, Watch};
+use pointsman_crds::proxy_node_status::IpFamily;
+use tokio::time::timeout;
+
+use super::everything::{address, everything};
+use super::{isolated, nft, table, transaction};
+
+const SOON: Duration = Duration::from_millis(100);
+
+fn with_a_table(test: impl AsyncFnOnce(Client, Watch) + Send + 'static) {
+    isolated(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut client = Client::open().unwrap();
+            let watch = Watch::open(table(IpFamily::IPv4), client.port()).unwrap();
+            let all = everything(IpFamily::IPv4);
+            let (load, result) = client.apply(&all.table, all.load()).await;
+            result.unwrap();
+            assert_eq!(load, all.load());
+            test(client, watch).await;
+        });
+    });
+}
+
+#[test]
+fn changes_by_others_are_noticed() {
+    with_a_table(async |mut client, mut watch| {
+        assert!(timeout(SOON, watch.changed()).await.is_err(), "our own load");
+        for change in [
+            "delete element ip pointsman frontends { 172.30.0.41 . tcp . 80 }",
+            "add element ip pointsman cluster-ips { 1.2.3.4 }",
+            "flush chain ip pointsman rules",
+            "add rule ip pointsman empty drop",
+            "add chain ip pointsman stray",
+            "delete table ip pointsman",
+            "add table ip pointsman",
+        ] {
+            nft(change);
+            let started = Instant::now();
+            let noticed = timeout(SOON, watch.changed()).await.expect(change).unwrap();
+            assert_eq!(noticed, Touched::Changed, "{change}");
+            println!("{change}: after {:?}", started.elapsed());
+            // Of one transaction there may be several notices.
+            while timeout(Duration::from_millis(20), watch.changed()).await.is_ok() {}
+        }
+        assert!(client.exists(&table(IpFamily::IPv4)).await.unwrap());
+        assert!(client.read(&table(IpFamily::IPv4)).await.unwrap().unwrap().ruleset.sets.is_empty());
+    });
+}
+
+#[test]
+fn our_own_changes_and_other_tables_are_not() {
+    with_a_table(async |mut client, mut watch| {
+        let elements = (1..=250)
+            .map(|last| (Element::new(address(IpFamily::IPv4, last).zeroed().word(last.into())), Origin(0)))
+            .collect();
+        let operation = Operation::AddElements { set: "hairpin".into(), elements };
+        let (_, result) = client.apply(&table(IpFamily::IPv4), transaction([(operation, 0)])).await;
+        result.unwrap();
+        for change in [
+            "add table ip6 pointsman",
+            "add table inet pointsman",
+            "add table ip pointsman-not",
+            "add chain ip pointsman-not rules",
+            "add rule ip pointsman-not rules drop",
+            "add set ip pointsman-not frontends { type ipv4_addr; }",
+            "add element ip pointsman-not frontends { 1.2.3.4 }",
+            "delete table ip pointsman-not",
+        ] {
+            nft(change);
+        }
+        assert!(timeout(SOON, watch.changed()).await.is_err());
+    });
+}
+
+#[test]
+fn a_given_up_request_costs_only_a_new_socket() {
+    with_a_table(async |mut client, mut watch| {
+        let table = table(IpFamily::IPv4);
+        assert!(client.read(&table).now_or_never().is_none());
+        let (_, result) =
+            client.apply(&table, transaction([(Operation::FlushSet("frontends".into()), 0)])).await;
+        result.unwrap();
+        assert!(timeout(SOON, watch.changed()).await.is_err(), "the new socket is ours, too");
+    });
+}
