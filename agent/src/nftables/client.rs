@@ -1,10 +1,9 @@
 //! A [`Connection`] for async code.
 //!
-//! In and out: the same. The socket belongs to the network namespace of the thread that made the client, also when it has
-//! to be opened again there.
+//! In and out: the same. A request that is given up is finished nevertheless, and the next one waits for that: so a
+//! transaction never overtakes another one.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::task::spawn_blocking;
 
@@ -15,51 +14,28 @@ use super::ruleset::{Table, Transaction};
 
 /// Writes and reads tables, one request after the other.
 pub struct Client {
-    /// Away while a request is under way, and for good if that was given up.
-    idle: Option<Connection>,
-    port: Arc<AtomicU32>,
-}
-
-/// The number of a client's socket, so that a [`Watch`](super::watch::Watch) can tell its changes from those of others.
-#[derive(Clone, Debug, Default)]
-pub struct Port(Arc<AtomicU32>);
-
-impl Port {
-    /// Whether a notice is about a change by that client.
-    #[must_use]
-    pub fn is(&self, port: u32) -> bool {
-        self.0.load(Ordering::Relaxed) == port
-    }
+    connection: Arc<Mutex<Connection>>,
+    port: u32,
 }
 
 impl Client {
-    /// Opens a socket.
+    /// Opens a socket in the network namespace of this thread.
     pub fn open() -> Result<Self, Error> {
         let connection = Connection::open()?;
-        let port = Arc::new(AtomicU32::new(connection.port()));
-        Ok(Self { idle: Some(connection), port })
+        let port = connection.port();
+        Ok(Self { connection: Arc::new(Mutex::new(connection)), port })
     }
 
-    /// See [`Port`].
+    /// See [`Connection::port`].
     #[must_use]
-    pub fn port(&self) -> Port {
-        Port(Arc::clone(&self.port))
+    pub fn port(&self) -> u32 {
+        self.port
     }
 
-    /// See [`Connection::apply`]. Gives the transaction back.
-    pub async fn apply(
-        &mut self,
-        table: &Table,
-        transaction: Transaction,
-    ) -> (Transaction, Result<(), Error>) {
+    /// See [`Connection::apply`].
+    pub async fn apply(&mut self, table: &Table, transaction: Arc<Transaction>) -> Result<(), Error> {
         let table = table.clone();
-        let result = self
-            .with(move |connection| {
-                let result = connection.apply(&table, &transaction);
-                Ok((transaction, result))
-            })
-            .await;
-        result.unwrap_or_else(|error| (Transaction::default(), Err(error)))
+        self.with(move |connection| connection.apply(&table, &transaction)).await
     }
 
     /// See [`Connection::exists`].
@@ -79,14 +55,10 @@ impl Client {
         &mut self,
         work: impl FnOnce(&mut Connection) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let mut connection = self.idle.take().map_or_else(Connection::open, Ok)?;
-        self.port.store(connection.port(), Ordering::Relaxed);
-        let task = spawn_blocking(move || {
-            let result = work(&mut connection);
-            (connection, result)
-        });
-        let (connection, result) = task.await.map_err(|error| Error::Ended(error.to_string()))?;
-        self.idle = Some(connection);
-        result
+        let connection = Arc::clone(&self.connection);
+        // Answers to what was interrupted by a panic are told from others by their numbers.
+        let task =
+            spawn_blocking(move || work(&mut connection.lock().unwrap_or_else(PoisonError::into_inner)));
+        task.await.map_err(|error| Error::Ended(error.to_string()))?
     }
 }

@@ -5,7 +5,7 @@
 //! Blocking: the kernel works on a request inside of the call that sends it, for a tenth of a second for a large load, so
 //! waiting for readiness would be no gain. [`Client`](super::client::Client) moves it off the async threads.
 
-use std::os::fd::AsRawFd as _;
+use std::os::fd::AsRawFd;
 
 use netlink_sys::Socket;
 use netlink_sys::protocols::NETLINK_NETFILTER;
@@ -21,7 +21,7 @@ use crate::netlink::{self, Body, DUMP, Encoder, Header, MESSAGE_HEADER, Message,
 /// The kernel fills datagrams of a dump up to 32 KiB if the reader has room for that.
 const DATAGRAM: usize = 64 * 1024;
 /// The kernel answers at once; a reader must not hang if it never does.
-const ANSWER_WITHIN: i64 = 10;
+pub(super) const ANSWER_WITHIN: i64 = 10;
 /// A limit, not an allocation: a transaction is sent in one piece. 20,000 services take about 10 MiB.
 const SEND_BUFFER: usize = 256 << 20;
 /// Room for the answers to a transaction in which everything is wrong; a dump waits for its reader by itself.
@@ -141,7 +141,7 @@ impl Connection {
         }
     }
 
-    /// Hands each message of a list to `each`; whether the list is complete and of one moment.
+    /// Hands each message of a list to `each`; whether there was no transaction meanwhile, of whatever table.
     pub(super) fn dump(
         &mut self,
         kind: u16,
@@ -200,7 +200,11 @@ impl Connection {
 }
 
 /// A datagram, or `ENOBUFS` if some were lost.
-pub(super) fn receive<'b>(socket: &Socket, buffer: &'b mut [u8], flags: MsgFlags) -> Result<&'b [u8], Errno> {
+pub(super) fn receive<'b>(
+    socket: &impl AsRawFd,
+    buffer: &'b mut [u8],
+    flags: MsgFlags,
+) -> Result<&'b [u8], Errno> {
     let length = loop {
         match recv(socket.as_raw_fd(), buffer, flags | MsgFlags::MSG_TRUNC) {
             Err(Errno::EINTR) => {}

@@ -37,8 +37,8 @@ pub enum Error {
         /// The kernel's error.
         errno: Errno,
     },
-    /// Every attempt to read was disturbed by transactions, of whatever table.
-    #[error("reading was disturbed {0} times by other changes of nftables; the next sync tries again")]
+    /// The table was changed during every attempt to read it.
+    #[error("reading was disturbed {0} times by changes of the table; the next sync tries again")]
     Disturbed(u32),
     /// A message of the kernel that makes no sense.
     #[error("{0}; report this with the kernel's version")]

@@ -8,6 +8,7 @@ pub mod client;
 pub mod compare;
 pub mod connection;
 pub mod error;
+mod notices;
 pub mod probe;
 pub mod read;
 pub mod ruleset;

@@ -1,18 +1,23 @@
 //! Reads a table back.
 //!
 //! In: a connection and the name of a table. Out: what the kernel holds in it, in the types that were written. Nothing of
-//! other tables is looked at. All of it is of one moment: reading starts over when a transaction came in between.
+//! other tables is looked at. All of it is of one moment: reading starts over when the table was changed meanwhile. Changes of other
+//! tables do not matter, so that a busy neighbour cannot keep us from reading; to tell them apart, the kernel's notices are read.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 
 use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, SockFlag, setsockopt, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike as _};
 
-use super::connection::Connection;
+use super::connection::{ANSWER_WITHIN, Connection, errno, receive};
 use super::error::Error;
+use super::notices;
 use super::ruleset::{Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
 use super::wire::{self, DecodeError, ReadElement};
 
-/// Transactions of other programs disturb, too.
+/// Nobody but us changes the table often.
 const ATTEMPTS: u32 = 10;
 
 /// What the kernel holds.
@@ -41,22 +46,64 @@ impl Connection {
     /// Reads a table, or `None` if it is not there.
     pub fn read(&mut self, table: &Table) -> Result<Option<Installed>, Error> {
         for _ in 0..ATTEMPTS {
+            let mut changes = Changes::new(table)?;
             let before = self.generation(table)?;
             if !self.exists(table)? {
                 return Ok(None);
             }
             let mut reading = Reading::new(table);
-            let undisturbed = match reading.everything(self) {
-                Ok(undisturbed) => undisturbed,
+            let complete = match reading.everything(self) {
+                Ok(complete) => complete,
                 // Deleted while it was read.
                 Err(Error::NotListed { errno: Errno::ENOENT, .. }) => false,
                 Err(error) => return Err(error),
             };
-            if undisturbed && self.generation(table)? == before {
+            let after = self.generation(table)?;
+            if complete && (after == before || !changes.until(after)?) {
                 return Ok(Some(reading.installed));
             }
         }
         Err(Error::Disturbed(ATTEMPTS))
+    }
+}
+
+/// Changes of a table from a moment on.
+struct Changes<'a> {
+    socket: OwnedFd,
+    table: &'a Table,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Changes<'a> {
+    fn new(table: &'a Table) -> Result<Self, Error> {
+        let open = || -> std::io::Result<OwnedFd> {
+            let socket = notices::subscribe(SockFlag::empty())?;
+            setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
+            Ok(socket)
+        };
+        let socket = open().map_err(|error| Error::Open(errno(&error)))?;
+        Ok(Self { socket, table, buffer: vec![0; notices::DATAGRAM] })
+    }
+
+    /// Whether there was any, or may have been one, up to this transaction. The kernel sends its notices a moment after it
+    /// made a transaction visible, so this waits for them.
+    fn until(&mut self, generation: u32) -> Result<bool, Error> {
+        loop {
+            match receive(&self.socket, &mut self.buffer, MsgFlags::empty()) {
+                Ok(datagram) => {
+                    let told = notices::read(datagram, self.table, None)?;
+                    if told.touched {
+                        return Ok(true);
+                    }
+                    // Numbers begin anew after the last one.
+                    if told.generation.is_some_and(|told| told.wrapping_sub(generation) < u32::MAX / 2) {
+                        return Ok(false);
+                    }
+                }
+                Err(Errno::ENOBUFS) => return Ok(true),
+                Err(errno) => return Err(Error::Socket { doing: "reading notices", errno }),
+            }
+        }
     }
 }
 
@@ -73,14 +120,18 @@ impl<'a> Reading<'a> {
         Self { table, installed: Installed { ruleset, foreign: BTreeMap::new() }, inline: BTreeMap::new() }
     }
 
+    /// Whether everything was listed. Only the chains of all tables are one list, in which others can shift ours.
     fn everything(&mut self, connection: &mut Connection) -> Result<bool, Error> {
-        Ok(self.sets(connection)? && self.chains(connection)? && self.rules(connection)?)
+        let chains = self.chains(connection)?;
+        self.sets(connection)?;
+        self.rules(connection)?;
+        Ok(chains)
     }
 
-    fn sets(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+    fn sets(&mut self, connection: &mut Connection) -> Result<(), Error> {
         let table = self.table;
         let mut sets = Vec::new();
-        let listed = connection.dump(
+        connection.dump(
             wire::GET_SET,
             table,
             "sets",
@@ -101,11 +152,11 @@ impl<'a> Reading<'a> {
                     continue;
                 }
             }
-            if !dynamic && !self.elements(connection, &name, interval, inline)? {
-                return Ok(false);
+            if !dynamic {
+                self.elements(connection, &name, interval, inline)?;
             }
         }
-        Ok(listed)
+        Ok(())
     }
 
     fn elements(
@@ -114,11 +165,11 @@ impl<'a> Reading<'a> {
         set: &Name,
         interval: bool,
         inline: bool,
-    ) -> Result<bool, Error> {
+    ) -> Result<(), Error> {
         let table = self.table;
         let mut elements: Vec<ReadElement> = Vec::new();
         let mut foreign = None;
-        let listed = connection.dump(
+        connection.dump(
             wire::GET_ELEMENT,
             table,
             "elements",
@@ -151,7 +202,7 @@ impl<'a> Reading<'a> {
                 self.installed.ruleset.elements.insert(set.clone(), by_key);
             }
         }
-        Ok(listed)
+        Ok(())
     }
 
     fn chains(&mut self, connection: &mut Connection) -> Result<bool, Error> {
@@ -177,10 +228,10 @@ impl<'a> Reading<'a> {
         )
     }
 
-    fn rules(&mut self, connection: &mut Connection) -> Result<bool, Error> {
+    fn rules(&mut self, connection: &mut Connection) -> Result<(), Error> {
         let table = self.table;
         let mut rules = Vec::new();
-        let listed = connection.dump(
+        connection.dump(
             wire::GET_RULE,
             table,
             "rules",
@@ -203,7 +254,7 @@ impl<'a> Reading<'a> {
                 }
             }
         }
-        Ok(listed)
+        Ok(())
     }
 
     /// Puts the elements of maps without a name into the rules that use them.

@@ -1,17 +1,21 @@
 //! What others have changed is found, and exactly that is repaired.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use pointsman_agent::nftables::compare::compare;
 use pointsman_agent::nftables::connection::Connection;
 use pointsman_agent::nftables::error::Error;
-use pointsman_agent::nftables::ruleset::Chain;
+use pointsman_agent::nftables::read::Installed;
+use pointsman_agent::nftables::ruleset::{Chain, Element, Origin, Rule, Ruleset, Transaction, jump};
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::everything::{affinity_rules, everything};
-use super::{isolated, load, nft, nft_file};
+use super::everything::{address, affinity_rules, everything};
+use super::scale::frontends;
+use super::{isolated, load, nft, nft_file, table};
 
 #[test]
 fn damage_is_repaired() {
@@ -109,36 +113,78 @@ fn other_tables_are_none_of_our_business() {
 #[test]
 fn a_reading_is_of_one_moment() {
     isolated(|| {
-        let all = everything(IpFamily::IPv4);
+        let family = IpFamily::IPv4;
+        let one = everything(family);
         let mut connection = Connection::open().unwrap();
-        load(&mut connection, &all);
-        // Another writer moves the whole table away and back, each in one transaction; in between there is none.
-        let (stop, ruleset) = (Arc::new(AtomicBool::new(false)), all.clone());
+        load(&mut connection, &one);
+        // Another writer goes to and fro between two states that differ in the first and in the last thing that is read.
+        let mut other = one.clone();
+        other.add_element("cluster-ips", Element::new(address(family, 9)));
+        other.add_chain(Chain::new("rules"), [Rule::new([jump("empty")])]);
+        let installed = |ruleset: &Ruleset| Installed { ruleset: ruleset.clone(), foreign: BTreeMap::new() };
+        let to = compare(&other, Some(&installed(&one))).first;
+        let fro = compare(&one, Some(&installed(&other))).first;
+        let stop = Arc::new(AtomicBool::new(false));
         let mut writer = Connection::open().unwrap();
         let stopped = Arc::clone(&stop);
         let others = thread::spawn(move || {
+            let mut transactions = 0;
             while !stopped.load(Ordering::Relaxed) {
-                let delete = super::transaction([(super::Operation::DeleteTable, 0)]);
-                writer.apply(&ruleset.table, &delete).unwrap();
-                writer.apply(&ruleset.table, &ruleset.load()).unwrap();
+                writer.apply(&table(family), &to).unwrap();
+                writer.apply(&table(family), &fro).unwrap();
+                transactions += 2;
             }
+            transactions
         });
-        let (mut whole, mut absent, mut disturbed) = (0, 0, 0);
-        for _ in 0..300 {
-            match connection.read(&all.table) {
-                Ok(Some(read)) => {
-                    assert_eq!(read.ruleset, all);
-                    whole += 1;
-                }
-                Ok(None) => absent += 1,
+        let started = Instant::now();
+        let (mut seen, mut disturbed) = ([0, 0], 0);
+        while started.elapsed() < Duration::from_secs(2) {
+            match connection.read(&one.table) {
+                Ok(Some(read)) if read.ruleset == one => seen[0] += 1,
+                Ok(Some(read)) if read.ruleset == other => seen[1] += 1,
+                Ok(read) => panic!("neither one nor the other: {read:?}"),
                 Err(Error::Disturbed(_)) => disturbed += 1,
                 Err(error) => panic!("{error}"),
             }
         }
         stop.store(true, Ordering::Relaxed);
-        others.join().unwrap();
-        println!("{whole} whole, {absent} absent, {disturbed} disturbed");
-        assert!(absent + disturbed > 0, "nothing was disturbed: {whole} whole");
-        assert_eq!(connection.read(&all.table).unwrap().unwrap().ruleset, all);
+        let transactions = others.join().unwrap();
+        println!("during {transactions} transactions: {seen:?} whole, {disturbed} disturbed");
+        assert!(seen[0] > 0 && seen[1] > 0 && transactions > 20);
+    });
+}
+
+#[test]
+fn a_busy_neighbour_does_not_disturb() {
+    isolated(|| {
+        let all = frontends(IpFamily::IPv4, 20_000);
+        let mut connection = Connection::open().unwrap();
+        load(&mut connection, &all);
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let mut writer = Connection::open().unwrap();
+        let others = thread::spawn(move || {
+            let neighbour = everything(IpFamily::IPv6);
+            load(&mut writer, &neighbour);
+            let mut transactions = 0;
+            while !stopped.load(Ordering::Relaxed) {
+                let more = Element::new(address(IpFamily::IPv6, 9));
+                let mut transaction = Transaction::default();
+                transaction.add_element("cluster-ips", more.clone(), Origin::NONE);
+                writer.apply(&neighbour.table, &transaction).unwrap();
+                let mut transaction = Transaction::default();
+                transaction.delete_element("cluster-ips", more, Origin::NONE);
+                writer.apply(&neighbour.table, &transaction).unwrap();
+                transactions += 2;
+            }
+            transactions
+        });
+        for _ in 0..3 {
+            assert_eq!(connection.read(&all.table).unwrap().unwrap().ruleset, all);
+        }
+        stop.store(true, Ordering::Relaxed);
+        let transactions = others.join().unwrap();
+        println!("during {transactions} transactions");
+        assert!(transactions > 20);
     });
 }

@@ -12,7 +12,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::{FAMILIES, isolated, table};
 
-fn frontends(family: IpFamily, count: u32) -> Ruleset {
+pub fn frontends(family: IpFamily, count: u32) -> Ruleset {
     let mut all = Ruleset::new(table(family));
     let key = Columns::Typeof(vec![Value::DestinationAddress, Value::Protocol, Value::DestinationPort]);
     all.add_set(Set::map("frontends", key, Columns::Typeof(vec![Value::Priority])));

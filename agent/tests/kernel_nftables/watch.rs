@@ -1,10 +1,11 @@
 //! Changes by others are noticed, at once; our own and those of other tables are not.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
 use pointsman_agent::nftables::client::Client;
-use pointsman_agent::nftables::ruleset::{Element, Operation, Origin};
+use pointsman_agent::nftables::ruleset::{Element, Operation, Origin, Tuple};
 use pointsman_agent::nftables::watch::{Touched, Watch};
 use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::time::timeout;
@@ -21,9 +22,7 @@ fn with_a_table(test: impl AsyncFnOnce(Client, Watch) + Send + 'static) {
             let mut client = Client::open().unwrap();
             let watch = Watch::open(table(IpFamily::IPv4), client.port()).unwrap();
             let all = everything(IpFamily::IPv4);
-            let (load, result) = client.apply(&all.table, all.load()).await;
-            result.unwrap();
-            assert_eq!(load, all.load());
+            client.apply(&all.table, Arc::new(all.load())).await.unwrap();
             test(client, watch).await;
         });
     });
@@ -62,8 +61,7 @@ fn our_own_changes_and_other_tables_are_not() {
             .map(|last| (Element::new(address(IpFamily::IPv4, last).zeroed().word(last.into())), Origin(0)))
             .collect();
         let operation = Operation::AddElements { set: "hairpin".into(), elements };
-        let (_, result) = client.apply(&table(IpFamily::IPv4), transaction([(operation, 0)])).await;
-        result.unwrap();
+        client.apply(&table(IpFamily::IPv4), Arc::new(transaction([(operation, 0)]))).await.unwrap();
         for change in [
             "add table ip6 pointsman",
             "add table inet pointsman",
@@ -81,13 +79,20 @@ fn our_own_changes_and_other_tables_are_not() {
 }
 
 #[test]
-fn a_given_up_request_costs_only_a_new_socket() {
+fn a_given_up_request_is_finished_first() {
     with_a_table(async |mut client, mut watch| {
         let table = table(IpFamily::IPv4);
-        assert!(client.read(&table).now_or_never().is_none());
-        let (_, result) =
-            client.apply(&table, transaction([(Operation::FlushSet("frontends".into()), 0)])).await;
-        result.unwrap();
-        assert!(timeout(SOON, watch.changed()).await.is_err(), "the new socket is ours, too");
+        let first = Operation::FlushSet("frontends".into());
+        let element = Element::new(address(IpFamily::IPv4, 9).protocol(6).port(9));
+        let second = Operation::AddElements {
+            set: "frontends".into(),
+            elements: vec![(element.with_data(Tuple::new().word(9)), Origin(0))],
+        };
+        let [first, second] = [first, second].map(|operation| Arc::new(transaction([(operation, 0)])));
+        let _ = client.apply(&table, first).now_or_never();
+        client.apply(&table, second).await.unwrap();
+        let read = client.read(&table).await.unwrap().unwrap();
+        assert_eq!(read.ruleset.elements["frontends"].len(), 1);
+        assert!(timeout(SOON, watch.changed()).await.is_err(), "all of it was ours");
     });
 }

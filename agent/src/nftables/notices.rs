@@ -1,0 +1,70 @@
+//! The kernel's notices about transactions.
+//!
+//! In: a datagram. Out: whether one of them touched a table, and which transaction was the last. What else they say is not
+//! looked at. After the notices about its changes each transaction has one about its number.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use nix::sys::socket::{
+    AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, setsockopt, socket, sockopt,
+};
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::error::Error;
+use super::ruleset::Table;
+use super::wire;
+use crate::netlink::{self, Body, IPV4, IPV6};
+
+/// `NFNLGRP_NFTABLES`, the seventh group.
+const GROUPS: u32 = 1 << 6;
+/// The kernel sends notices up to the size of a page.
+pub(super) const DATAGRAM: usize = 64 * 1024;
+/// A limit, not an allocation: a load of 20,000 elements causes notices of some MiB.
+const RECEIVE_BUFFER: usize = 32 << 20;
+
+/// A socket that gets the notices of the thread's network namespace.
+pub(super) fn subscribe(flags: SockFlag) -> io::Result<OwnedFd> {
+    let notices = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC | flags,
+        SockProtocol::NetlinkNetFilter,
+    )?;
+    // Not allowed in every namespace; then large loads cause an overrun.
+    let _ = setsockopt(&notices, sockopt::RcvBufForce, &RECEIVE_BUFFER);
+    bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
+    Ok(notices)
+}
+
+/// What a datagram tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Told {
+    /// The table was touched.
+    pub touched: bool,
+    /// The number of the last transaction that is told completely.
+    pub generation: Option<u32>,
+}
+
+/// Reads a datagram. Changes by the socket `own` do not count.
+pub(super) fn read(datagram: &[u8], table: &Table, own: Option<u32>) -> Result<Told, Error> {
+    let family = match table.family {
+        IpFamily::IPv4 => IPV4,
+        IpFamily::IPv6 => IPV6,
+    };
+    let mut told = Told::default();
+    for message in netlink::messages(datagram) {
+        let message = message?;
+        match message.body {
+            Body::Other { kind: wire::NEW_GENERATION, payload } => {
+                told.generation = Some(wire::generation(payload)?);
+            }
+            Body::Other { payload, .. } if own != Some(message.port) => {
+                let (of, name) = wire::table_of(payload)?;
+                told.touched |= of == family && name == table.name;
+            }
+            _ => {}
+        }
+    }
+    Ok(told)
+}
