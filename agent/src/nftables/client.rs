@@ -3,8 +3,9 @@
 //! In and out: the same. A request that is given up is finished nevertheless, and the next one waits for that: so a
 //! transaction never overtakes another one.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 
 use super::connection::Connection;
@@ -55,10 +56,9 @@ impl Client {
         &mut self,
         work: impl FnOnce(&mut Connection) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let connection = Arc::clone(&self.connection);
-        // Answers to what was interrupted by a panic are told from others by their numbers.
-        let task =
-            spawn_blocking(move || work(&mut connection.lock().unwrap_or_else(PoisonError::into_inner)));
+        // Held by the thread, not by this future, which may be dropped.
+        let mut connection = Arc::clone(&self.connection).lock_owned().await;
+        let task = spawn_blocking(move || work(&mut connection));
         task.await.map_err(|error| Error::Ended(error.to_string()))?
     }
 }

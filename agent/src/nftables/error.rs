@@ -100,3 +100,26 @@ fn advice(errno: Errno) -> String {
     };
     format!("{}: {todo}", io::Error::from(errno))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_say_what_to_do() {
+        assert!(Error::Open(Errno::EPROTONOSUPPORT).to_string().contains("nf_tables"));
+        assert!(Error::RefusedWhole(Errno::EPERM).to_string().contains("NET_ADMIN"));
+        let refusal = |object: &str, errno| Refusal {
+            object: object.to_owned(),
+            origin: Some(Origin(1)),
+            errno,
+            detail: Some("in words".to_owned()),
+        };
+        let full = refusal("to add an element of frontends", Errno::ENFILE);
+        let said = Error::Refused(vec![full.clone()]).to_string();
+        assert!(said.contains("frontends") && said.contains("full (in words)"), "{said}");
+        let said = Error::Refused(vec![full, refusal("to add a rule", Errno::EBUSY)]).to_string();
+        assert!(said.contains("full") && said.ends_with("and 1 more"), "{said}");
+        assert!(Error::from(WireError::Missing("a name")).to_string().contains("report this"));
+    }
+}

@@ -68,3 +68,40 @@ pub(super) fn read(datagram: &[u8], table: &Table, own: Option<u32>) -> Result<T
     }
     Ok(told)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::netlink::{Encoder, Header};
+
+    fn notice(kind: u16, family: IpFamily, table: &str) -> Vec<u8> {
+        let mut encoder = Encoder::default();
+        encoder.message(Header::new(kind, 0, 0, family), |to| to.string(wire::TABLE, table));
+        encoder.finish()
+    }
+
+    #[test]
+    fn only_changes_of_the_table_by_others_count() {
+        let table = Table::new(IpFamily::IPv4, "pointsman");
+        let touched = |datagram: &[u8], own| read(datagram, &table, own).unwrap().touched;
+        let ours = notice(wire::NEW_RULE, IpFamily::IPv4, "pointsman");
+        assert!(touched(&ours, None) && touched(&ours, Some(1)));
+        assert!(!touched(&ours, Some(0)), "by the socket with the number that it carries");
+        assert!(!touched(&notice(wire::NEW_RULE, IpFamily::IPv6, "pointsman"), None));
+        let other = notice(wire::NEW_RULE, IpFamily::IPv4, "pointsman-not");
+        assert!(!touched(&other, None));
+        let mut last = Encoder::default();
+        last.message(Header::new(wire::NEW_GENERATION, 0, 0, IpFamily::IPv4), |to| to.number(1, 77));
+        let datagram = [other, ours, last.finish()].concat();
+        assert_eq!(read(&datagram, &table, None), Ok(Told { touched: true, generation: Some(77) }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read(&bytes, &Table::new(IpFamily::IPv4, "pointsman"), None);
+        }
+    }
+}

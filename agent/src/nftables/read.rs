@@ -14,7 +14,7 @@ use nix::sys::time::{TimeVal, TimeValLike as _};
 use super::connection::{ANSWER_WITHIN, Connection, errno, receive};
 use super::error::Error;
 use super::notices;
-use super::ruleset::{Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
+use super::ruleset::{Name, Rule, Rules, Ruleset, Statement, Table, Tuple, VerdictMap};
 use super::wire::{self, DecodeError, ReadElement};
 
 /// Nobody but us changes the table often.
@@ -141,19 +141,22 @@ impl<'a> Reading<'a> {
                 Ok(())
             },
         )?;
-        for wire::ReadSet { name, inline, set } in sets {
+        for wire::ReadSet { name, inline, count, set } in sets {
             let interval = set.as_ref().is_ok_and(|set| set.flags.interval);
             let dynamic = set.as_ref().is_ok_and(|set| set.flags.dynamic);
             match set {
                 Ok(set) if !inline => self.installed.ruleset.add_set(set),
                 Ok(_) => {}
                 Err(error) => {
-                    self.installed.foreign.insert(Object::Set(name), error.to_string());
+                    // A set in a rule comes and goes with that, and makes it foreign.
+                    if !inline {
+                        self.installed.foreign.insert(Object::Set(name), error.to_string());
+                    }
                     continue;
                 }
             }
             if !dynamic {
-                self.elements(connection, &name, interval, inline)?;
+                self.elements(connection, &name, interval, inline, count)?;
             }
         }
         Ok(())
@@ -165,10 +168,43 @@ impl<'a> Reading<'a> {
         set: &Name,
         interval: bool,
         inline: bool,
+        count: Option<u32>,
     ) -> Result<(), Error> {
-        let table = self.table;
-        let mut elements: Vec<ReadElement> = Vec::new();
-        let mut foreign = None;
+        // By key; a range has its end at an own key.
+        let mut elements: BTreeMap<(Tuple, bool), ReadElement> = BTreeMap::new();
+        // For some time after a large load the kernel rearranges its hash table, and a list made meanwhile lacks elements:
+        // without a word, since no transaction is to blame. But each element of each list is there.
+        for _ in 0..ATTEMPTS {
+            let before = elements.len();
+            self.list_elements(connection, set, &mut elements)?;
+            let complete = count.and_then(|count| usize::try_from(count).ok()) == Some(elements.len());
+            if interval || complete || elements.len() == before {
+                break;
+            }
+        }
+        let elements: Vec<_> = elements.into_values().collect();
+        if inline {
+            self.inline.insert(set.clone(), elements);
+            return Ok(());
+        }
+        let elements: BTreeMap<_, _> = if interval {
+            wire::ranges(elements).into_iter().map(|element| (element.key, element)).collect()
+        } else {
+            elements.into_iter().map(|read| (read.element.key, read.element)).collect()
+        };
+        if !elements.is_empty() {
+            self.installed.ruleset.elements.insert(set.clone(), elements);
+        }
+        Ok(())
+    }
+
+    fn list_elements(
+        &mut self,
+        connection: &mut Connection,
+        set: &Name,
+        elements: &mut BTreeMap<(Tuple, bool), ReadElement>,
+    ) -> Result<(), Error> {
+        let (table, foreign) = (self.table, &mut self.installed.foreign);
         connection.dump(
             wire::GET_ELEMENT,
             table,
@@ -179,29 +215,17 @@ impl<'a> Reading<'a> {
             },
             |payload| {
                 match wire::elements(payload) {
-                    Ok(read) => elements.extend(read),
-                    Err(DecodeError::Foreign(why)) => foreign = Some(why),
+                    Ok(read) => {
+                        elements.extend(read.into_iter().map(|read| ((read.element.key, read.is_end), read)));
+                    }
+                    Err(DecodeError::Foreign(why)) => {
+                        foreign.insert(Object::Elements(set.clone()), why);
+                    }
                     Err(error) => return Err(error.into()),
                 }
                 Ok(())
             },
         )?;
-        if let Some(why) = foreign {
-            self.installed.foreign.insert(Object::Elements(set.clone()), why);
-        }
-        if inline {
-            self.inline.insert(set.clone(), elements);
-        } else {
-            let elements: Vec<_> = if interval {
-                wire::ranges(elements)
-            } else {
-                elements.into_iter().map(|read| read.element).collect()
-            };
-            if !elements.is_empty() {
-                let by_key = elements.into_iter().map(|element| (element.key, element)).collect();
-                self.installed.ruleset.elements.insert(set.clone(), by_key);
-            }
-        }
         Ok(())
     }
 

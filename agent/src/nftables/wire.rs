@@ -89,6 +89,7 @@ const SET_DATA_LENGTH: u16 = 7;
 const SET_DESCRIPTION: u16 = 9;
 const SET_ID: u16 = 10;
 const SET_USERDATA: u16 = 13;
+const SET_COUNT: u16 = 20;
 const DESCRIPTION_SIZE: u16 = 1;
 const FLAG_ANONYMOUS: u32 = 1;
 const FLAG_CONSTANT: u32 = 2;

@@ -39,6 +39,10 @@ fn damage_is_repaired() {
             ("flush chain ip pointsman rules", 1),
             ("add rule ip pointsman empty log prefix \"x\"", 1),
             ("insert rule ip pointsman rules drop", 1),
+            ("add rule ip pointsman empty ip saddr { 1.2.3.4, 1.2.3.5 } drop", 1),
+            ("add rule ip pointsman empty ether saddr { 00:00:00:00:00:01, 00:00:00:00:00:02 } drop", 1),
+            ("add rule ip pointsman empty meta priority vmap { 1:1 : drop, 1:2 : accept }", 1),
+            ("add element ip pointsman cluster-ips { * }", 1),
             ("add chain ip pointsman stray", 1),
             (
                 "add chain ip pointsman stray; add rule ip pointsman stray jump rules; add rule ip pointsman rules jump stray",

@@ -162,3 +162,30 @@ fn what_an_older_probe_has_left_is_removed() {
         assert_eq!(nft("list ruleset"), "");
     });
 }
+
+#[test]
+fn without_the_capability_the_error_says_so() {
+    isolated(|| {
+        let itself = std::env::current_exe().unwrap();
+        let output = std::process::Command::new("setpriv")
+            .args(["--bounding-set=-net_admin", "--inh-caps=-net_admin"])
+            .arg(itself)
+            .args(["--ignored", "--exact", "write::what_is_said_without_the_capability", "--nocapture"])
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    });
+}
+
+#[test]
+#[ignore = "runs inside of without_the_capability_the_error_says_so"]
+fn what_is_said_without_the_capability() {
+    let mut connection = Connection::open().unwrap();
+    let add = transaction([(Operation::AddTable, 0)]);
+    let error = connection.apply(&table(IpFamily::IPv4), &add).unwrap_err();
+    assert_eq!(error, Error::RefusedWhole(Errno::EPERM));
+    assert!(error.to_string().contains("NET_ADMIN"), "{error}");
+    assert_eq!(probe(&mut connection, IpFamily::IPv4), Err(Error::RefusedWhole(Errno::EPERM)));
+    assert!(connection.read(&table(IpFamily::IPv4)).unwrap_err().to_string().contains("NET_ADMIN"));
+}

@@ -10,10 +10,10 @@ use super::{
     ELEMENT_EXPIRATION, ELEMENT_FLAGS, ELEMENT_IS_END, ELEMENT_KEY, ELEMENT_KEY_END, ELEMENT_TIMEOUT,
     ELEMENT_USERDATA, ELEMENTS, FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP,
     FLAG_TIMEOUT, Fields, GENERATION_ID, HOOK_NUMBER, HOOK_PRIORITY, RULE_CHAIN, RULE_EXPRESSIONS,
-    RULE_USERDATA, SET_DATA_TYPE, SET_DESCRIPTION, SET_FLAGS, SET_KEY_TYPE, SET_NAME, SET_USERDATA, TABLE,
-    VERDICTS, columns_from_number, decode_verdict, parse, string, userdata,
+    RULE_USERDATA, SET_COUNT, SET_DATA_TYPE, SET_DESCRIPTION, SET_FLAGS, SET_KEY_TYPE, SET_NAME,
+    SET_USERDATA, TABLE, VERDICTS, columns_from_number, decode_verdict, parse, string, userdata,
 };
-use crate::netlink::{NETFILTER_HEADER, WireError, attributes, be_u64, exactly};
+use crate::netlink::{NETFILTER_HEADER, WireError, attributes, be_u32, be_u64, exactly};
 use crate::nftables::ruleset::{
     Base, Chain, ChainType, DataType, Element, ElementValue, Extra, Flags, Hook, Name, Rule, Set, Tuple,
     Verdict,
@@ -85,22 +85,25 @@ pub struct ReadSet {
     pub name: Name,
     /// It is in a rule, and has no declaration.
     pub inline: bool,
+    /// How many elements it has, of kernels that say so.
+    pub count: Option<u32>,
     /// The declaration, if it is one that could be ours.
     pub set: Result<Set, DecodeError>,
 }
 
 /// A set.
 pub fn set(payload: &[u8], family: IpFamily) -> Result<ReadSet, DecodeError> {
-    let fields = Fields::<14>::new(body(payload)?)?;
+    let fields = Fields::<21>::new(body(payload)?)?;
     let name = Name::from(string("a set's name", fields.need(SET_NAME, "a name")?)?);
     let flags = fields.number_or_zero(SET_FLAGS, "flags")?;
     let inline = flags & FLAG_ANONYMOUS != 0;
     let set = declaration(&fields, name.clone(), flags, family);
-    Ok(ReadSet { name, inline, set })
+    let count = fields.get(SET_COUNT).map(|value| be_u32("count", value)).transpose()?;
+    Ok(ReadSet { name, inline, count, set })
 }
 
 fn declaration(
-    fields: &Fields<'_, 14>,
+    fields: &Fields<'_, 21>,
     name: Name,
     flags: u32,
     family: IpFamily,
@@ -157,6 +160,10 @@ fn element(bytes: &[u8]) -> Result<ReadElement, DecodeError> {
     if fields.get(ELEMENT_KEY_END).is_some() {
         return Err(DecodeError::foreign("an element with two keys"));
     }
+    let flags = fields.number_or_zero(ELEMENT_FLAGS, "flags")?;
+    if flags & !ELEMENT_IS_END != 0 {
+        return Err(DecodeError::foreign("an element for every key"));
+    }
     let mut element = Element::new(parse::constant(fields.need(ELEMENT_KEY, "a key")?)?);
     if let Some(data) = fields.get(ELEMENT_DATA) {
         element = match Fields::<3>::new(data)?.get(DATA_VERDICT) {
@@ -175,10 +182,6 @@ fn element(bytes: &[u8]) -> Result<ReadElement, DecodeError> {
     };
     if extra != Extra::default() {
         element.extra = Some(Box::new(extra));
-    }
-    let flags = fields.number_or_zero(ELEMENT_FLAGS, "flags")?;
-    if flags & !ELEMENT_IS_END != 0 {
-        return Err(DecodeError::foreign("an element for every key"));
     }
     Ok(ReadElement { element, is_end: flags == ELEMENT_IS_END })
 }

@@ -229,7 +229,7 @@ proptest! {
     #[test]
     fn sets_come_back(family in families(), set in sets()) {
         let read = super::set(&only(family, Operation::AddSet(set.clone())), family).unwrap();
-        prop_assert_eq!(read, ReadSet { name: set.name.clone(), inline: false, set: Ok(set) });
+        prop_assert_eq!(read, ReadSet { name: set.name.clone(), inline: false, count: None, set: Ok(set) });
     }
 
     #[test]
