@@ -3,8 +3,9 @@
 //! In: the kernel's notices about transactions. Out: a word whenever one of them touched our table and was not ours: a
 //! reason to read it.
 //!
-//! For everybody who listens the kernel describes each element of each transaction: a load of 20,000 elements takes two to
-//! three times as long. Small changes do not suffer.
+//! As soon as somebody listens, the kernel describes each element of each transaction: a load of 20,000 elements takes twice
+//! as long, one of 130,000 five times (2.2 s instead of 0.4 s). So listen after the first load, not before. Small changes
+//! do not suffer.
 
 use nix::errno::Errno;
 use nix::sys::socket::SockFlag;

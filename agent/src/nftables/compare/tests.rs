@@ -3,8 +3,12 @@
 use std::collections::BTreeMap;
 
 use pointsman_crds::proxy_node_status::IpFamily;
+use proptest::collection::{btree_map, vec};
+use proptest::prelude::*;
 
-use super::super::ruleset::{Chain, ChainType, Hook, Rule, Statement, jump};
+use super::super::ruleset::{
+    Chain, ChainType, Columns, ElementValue, Hook, Rule, Statement, Table, Type, Value, Verdict, jump, key,
+};
 use super::super::text::tests::example;
 use super::*;
 
@@ -123,8 +127,8 @@ fn chains_are_repaired_one_by_one() {
     assert_eq!(first, ["flush chain n2", "add rule to n2"]);
 }
 
-fn desired_columns() -> super::super::ruleset::Columns {
-    super::super::ruleset::Columns::Types(vec![super::super::ruleset::Type::Address])
+fn desired_columns() -> Columns {
+    Columns::Types(vec![Type::Address])
 }
 
 #[test]
@@ -156,4 +160,125 @@ fn another_declaration_needs_a_new_table() {
         rules.push(Rule::new([Statement::Counter]));
     });
     assert_eq!(first, ["flush chain n2", "flush set hairpin", "add 1 to hairpin", "add rule to n2"]);
+}
+
+/// What the kernel makes of a transaction, and what it refuses.
+fn apply(to: &mut Ruleset, transaction: &Transaction) {
+    for (operation, _) in &transaction.operations {
+        match operation.clone() {
+            Operation::AddTable | Operation::AddDormantTable => {}
+            Operation::DeleteTable => *to = Ruleset::new(to.table.clone()),
+            Operation::AddChain(chain) => {
+                to.chains.entry(chain.name.clone()).or_insert(Rules { chain, rules: vec![] });
+            }
+            Operation::DeleteChain(name) => {
+                assert!(to.chains.remove(&name).unwrap().rules.is_empty(), "it was flushed");
+                assert!(
+                    !to.elements.values().flat_map(BTreeMap::values).any(|element| leads_to(element, &name))
+                );
+            }
+            Operation::FlushChain(name) => to.chains.get_mut(&name).unwrap().rules.clear(),
+            Operation::AddRule { chain, rule } => {
+                for statement in &rule.statements {
+                    if let Statement::Lookup { set, .. } = statement {
+                        assert!(to.sets.contains_key(set), "a rule needs {set}");
+                    }
+                }
+                to.chains.get_mut(&chain).unwrap().rules.push(rule);
+            }
+            Operation::AddSet(set) => assert_eq!(to.sets.insert(set.name.clone(), set), None),
+            Operation::DeleteSet(name) => {
+                to.sets.remove(&name).unwrap();
+                to.elements.remove(&name);
+            }
+            Operation::FlushSet(name) => {
+                assert!(to.sets.contains_key(&name));
+                to.elements.remove(&name);
+            }
+            Operation::AddElements { set, elements } => {
+                assert!(to.sets.contains_key(&set));
+                for (element, _) in elements {
+                    if let ElementValue::Verdict(verdict) = &element.value
+                        && let Verdict::Goto(chain) = &**verdict
+                    {
+                        assert!(to.chains.contains_key(chain), "a verdict needs {chain}");
+                    }
+                    let there = to.elements.entry(set.clone()).or_default();
+                    assert_eq!(there.insert(element.key, element), None, "it was deleted");
+                }
+            }
+            Operation::DeleteElements { set, elements } => {
+                for (element, _) in elements {
+                    to.elements.get_mut(&set).unwrap().remove(&element.key).unwrap();
+                }
+            }
+        }
+    }
+    to.elements.retain(|_, elements| !elements.is_empty());
+}
+
+fn leads_to(element: &Element, chain: &Name) -> bool {
+    matches!(&element.value, ElementValue::Verdict(verdict) if **verdict == Verdict::Goto(chain.clone()))
+}
+
+/// Tables of few sets, chains and keys, so that two of them have much in common.
+fn rulesets() -> impl Strategy<Value = Ruleset> {
+    let elements = btree_map(0_u32..8, 0_u32..3, 0..6);
+    let sets = btree_map(0_usize..4, (any::<bool>(), elements), 0..4);
+    let chains = btree_map(0_usize..5, vec((any::<bool>(), 0_usize..4), 0..3), 1..5);
+    (sets, chains, prop::bool::weighted(0.1)).prop_map(|(sets, chains, moved)| {
+        let mut all = Ruleset::new(Table::new(IpFamily::IPv4, "pointsman"));
+        let name = |kind: &str, number: usize| Name::from(format!("{kind}{number}"));
+        let first = name("chain", *chains.keys().next().unwrap());
+        for (number, (dynamic, elements)) in &sets {
+            let set = name("set", *number);
+            // The last one holds verdicts; whether it is written by packets changes the declaration of another.
+            let declared = match number {
+                3 => Set::vmap(set.clone(), desired_columns()),
+                2 if *dynamic => Set::map(set.clone(), desired_columns(), desired_columns()).dynamic(5),
+                _ => Set::map(set.clone(), desired_columns(), desired_columns()),
+            };
+            let written_by_packets = declared.flags.dynamic;
+            all.add_set(declared);
+            for (key, value) in elements.iter().filter(|_| !written_by_packets) {
+                let element = Element::new(Tuple::new().word(*key));
+                all.add_element(
+                    set.clone(),
+                    match number {
+                        3 if *value == 0 => element.with_verdict(Verdict::Drop),
+                        3 => element.with_verdict(Verdict::Goto(first.clone())),
+                        _ => element.with_data(Tuple::new().word(*value)),
+                    },
+                );
+            }
+        }
+        for (number, rules) in chains {
+            let rules = rules.into_iter().map(|(counts, set)| {
+                let looks = sets.contains_key(&set).then(|| key([Value::Mark]).in_set(name("set", set)));
+                Rule::new(looks.into_iter().chain(counts.then_some(Statement::Counter)))
+            });
+            let chain = name("chain", number);
+            let chain = match number {
+                4 => Chain::base(chain, ChainType::Filter, Hook::Input, moved.into()),
+                _ => Chain::new(chain),
+            };
+            all.add_chain(chain, rules.collect::<Vec<_>>());
+        }
+        all
+    })
+}
+
+proptest! {
+    #[test]
+    fn any_table_becomes_any_other(is in rulesets(), should in rulesets()) {
+        let repair = compare(&should, Some(&installed(is.clone())));
+        prop_assert_eq!(repair.is_empty(), is == should);
+        let mut there = is;
+        apply(&mut there, &repair.first);
+        apply(&mut there, &repair.then);
+        prop_assert_eq!(&there, &should);
+        let mut loaded = Ruleset::new(should.table.clone());
+        apply(&mut loaded, &compare(&should, None).first);
+        prop_assert_eq!(&loaded, &should);
+    }
 }
