@@ -15,7 +15,7 @@ use nix::sys::time::{TimeVal, TimeValLike as _};
 
 use super::error::{Error, Refusal};
 use super::ruleset::{Operation, Origin, Table, Transaction};
-use super::wire::{self, Batch};
+use super::wire::{self, Batch, Segment};
 use crate::netlink::{self, Body, DUMP, Encoder, Header, MESSAGE_HEADER, Message, REQUEST, attributes};
 
 /// The kernel fills datagrams of a dump up to 32 KiB if the reader has room for that.
@@ -28,6 +28,8 @@ const SEND_BUFFER: usize = 256 << 20;
 const RECEIVE_BUFFER: usize = 8 << 20;
 /// Refusals reported of one transaction: the first one is the cause, and each service at fault is wanted.
 const REFUSALS_AT_MOST: usize = 1000;
+/// Messages of which each element is tried alone: their answers, if all are refused, must fit into the receive buffer.
+const SEGMENTS_AT_MOST: usize = 16;
 
 /// Attributes of an answer (`NLMSGERR_ATTR_*`).
 const ANSWER_MESSAGE: u16 = 1;
@@ -67,16 +69,37 @@ impl Connection {
 
     /// Makes all changes at once, or none. An error that is not a refusal leaves it open whether they were made.
     pub fn apply(&mut self, table: &Table, transaction: &Transaction) -> Result<(), Error> {
-        let first = self.next_sequence();
-        let batch = Batch::new(table, transaction, first);
-        if batch.is_empty() {
+        let mut refused = self.attempt(table, transaction, &[])?;
+        // Of several elements in one message the kernel names the first that it refuses, and older ones none: those are
+        // tried again, each in a message of its own.
+        let apart: Vec<_> =
+            refused.iter().filter_map(|refused| refused.segment.clone()).take(SEGMENTS_AT_MOST).collect();
+        if !apart.is_empty() {
+            refused = self.attempt(table, transaction, &apart)?;
+        }
+        if refused.is_empty() {
             return Ok(());
+        }
+        Err(Error::Refused(refused.into_iter().map(|refused| refused.refusal).collect()))
+    }
+
+    /// Sends a transaction; what the kernel refuses of it. With several elements in one message, except for those `apart`.
+    fn attempt(
+        &mut self,
+        table: &Table,
+        transaction: &Transaction,
+        apart: &[Segment],
+    ) -> Result<Vec<Refused>, Error> {
+        let first = self.next_sequence();
+        let batch = Batch::new(table, transaction, first, apart);
+        if batch.is_empty() {
+            return Ok(Vec::new());
         }
         // One more for the message that ends it.
         self.sequence = batch.last().wrapping_add(1);
         self.send(&batch.bytes)?;
         let mut answers =
-            Answers { batch: &batch, transaction, refusals: Vec::new(), whole: None, done: false };
+            Answers { batch: &batch, transaction, refused: Vec::new(), whole: None, done: false };
         let mut wait = MsgFlags::empty();
         loop {
             match receive(&self.socket, &mut self.buffer, wait) {
@@ -85,7 +108,7 @@ impl Connection {
                         answers.add(&message?);
                     }
                 }
-                Err(Errno::EAGAIN) if answers.done => break,
+                Err(Errno::EAGAIN) if answers.done => return answers.outcome(),
                 Err(errno) => return Err(Error::Socket { doing: "reading the kernel's answer", errno }),
             }
             // All answers are there before the call that sent the batch returns.
@@ -93,7 +116,6 @@ impl Connection {
                 wait = MsgFlags::MSG_DONTWAIT;
             }
         }
-        answers.outcome()
     }
 
     /// Whether the table is there.
@@ -219,11 +241,19 @@ pub(super) fn errno(error: &std::io::Error) -> Errno {
     Errno::from_raw(error.raw_os_error().unwrap_or_default())
 }
 
+/// A message that was refused.
+struct Refused {
+    sequence: u32,
+    refusal: Refusal,
+    /// Its elements, if there are several.
+    segment: Option<Segment>,
+}
+
 /// The kernel's answers to a batch.
 struct Answers<'a> {
     batch: &'a Batch,
     transaction: &'a Transaction,
-    refusals: Vec<(u32, Refusal)>,
+    refused: Vec<Refused>,
     whole: Option<Errno>,
     done: bool,
 }
@@ -232,7 +262,6 @@ impl Answers<'_> {
     fn add(&mut self, message: &Message<'_>) {
         let Body::Outcome { code, rest } = message.body else { return };
         let sequence = message.sequence;
-        let place = |offset| self.batch.place(self.transaction, sequence, offset);
         if sequence == self.batch.last() {
             self.done = true;
         }
@@ -241,10 +270,11 @@ impl Answers<'_> {
         }
         let errno = Errno::from_raw(code.wrapping_neg());
         let (detail, offset) = if message.explained { explanation(rest) } else { (None, None) };
-        if let Some(place) = place(offset) {
-            if self.refusals.len() < REFUSALS_AT_MOST {
+        if let Some(place) = self.batch.place(self.transaction, sequence, offset) {
+            if self.refused.len() < REFUSALS_AT_MOST {
                 let (object, origin) = describe(self.transaction, place);
-                self.refusals.push((sequence, Refusal { object, origin, errno, detail }));
+                let refusal = Refusal { object, origin, errno, detail };
+                self.refused.push(Refused { sequence, refusal, segment: self.batch.segment(sequence) });
             }
         } else if sequence == self.batch.first || sequence == self.batch.last().wrapping_add(1) {
             // About the messages around the operations, which stand for all of them.
@@ -253,14 +283,11 @@ impl Answers<'_> {
         }
     }
 
-    fn outcome(mut self) -> Result<(), Error> {
-        self.refusals.sort_by_key(|(sequence, _)| sequence.wrapping_sub(self.batch.first));
-        match (self.refusals.is_empty(), self.whole) {
-            (true, None) => Ok(()),
-            (true, Some(errno)) => Err(Error::RefusedWhole(errno)),
-            (false, _) => {
-                Err(Error::Refused(self.refusals.into_iter().map(|(_, refusal)| refusal).collect()))
-            }
+    fn outcome(mut self) -> Result<Vec<Refused>, Error> {
+        self.refused.sort_by_key(|refused| refused.sequence.wrapping_sub(self.batch.first));
+        match self.whole {
+            Some(errno) if self.refused.is_empty() => Err(Error::RefusedWhole(errno)),
+            _ => Ok(self.refused),
         }
     }
 }

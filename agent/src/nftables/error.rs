@@ -60,7 +60,7 @@ impl From<WireError> for Error {
 pub struct Refusal {
     /// What was to be done.
     pub object: String,
-    /// Who wanted it, if it can be told: kernels before 6.0 do not say which of several elements it is.
+    /// Who wanted it, if it can be told: of very many faults not each is looked at alone.
     pub origin: Option<Origin>,
     /// The kernel's error.
     pub errno: Errno,

@@ -18,7 +18,7 @@ use super::ruleset::{Name, Type, Value, Verdict};
 use crate::netlink::{Encoder, WireError, attributes, be_u32, exactly};
 use pointsman_crds::proxy_node_status::IpFamily;
 
-pub use batch::{Batch, Place};
+pub use batch::{Batch, Place, Segment};
 pub(super) use decode::cases;
 pub use decode::{ReadElement, ReadSet, chain, elements, generation, ranges, rule, set, table_of};
 

@@ -50,6 +50,14 @@ fn a_refusal_names_who_wanted_it() {
             assert_eq!((*origin, *errno), (Some(Origin(77_777)), Errno::EEXIST), "{bad}");
             assert!(object.contains("of frontends"), "{object}");
         }
+        // All that are at fault, also in one message.
+        let (Operation::AddElements { set, mut elements }, _) = many(1, 700) else { panic!() };
+        for bad in [10_usize, 20, 1100] {
+            elements[bad].0 = Element::new(elements[700].0.key).with_data(Tuple::new().word(2));
+        }
+        let refusals = refused(&mut connection, vec![(Operation::AddElements { set, elements }, 5)]);
+        let origins: Vec<_> = refusals.iter().filter_map(|(origin, ..)| *origin).collect();
+        assert_eq!(origins, [11, 21, 77_777, 1100].map(Origin));
         // Several at once, in their order.
         let verdict = |word, chain: &'static str, origin| {
             let element = Element::new(Tuple::new().word(word)).with_verdict(Verdict::Goto(chain.into()));
@@ -81,7 +89,7 @@ fn a_refusal_names_who_wanted_it() {
                 (Operation::DeleteChain("empty".into()), 6),
             ],
         );
-        // A key that is too short: a register that was never loaded. Kernels before 6.5 do not look at that.
+        // A key that is too short: a register that was never loaded; older kernels see only its length.
         let short = refusals[2].1;
         assert!([Errno::ENODATA, Errno::EINVAL].contains(&short), "{short}");
         let said: Vec<_> = refusals.iter().map(|(origin, errno, _)| (*origin, *errno)).collect();

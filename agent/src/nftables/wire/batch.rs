@@ -3,6 +3,8 @@
 //! A batch is one message that begins it, one message per operation, and one that ends it. Elements are put into as few
 //! messages as an attribute of 64 KiB allows.
 
+use std::ops::Range;
+
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::expression::{INLINE_NAME, Inline, encode, milliseconds};
@@ -42,14 +44,23 @@ pub struct Batch {
 }
 
 /// What a message does.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Written {
     /// Where it begins.
     start: usize,
     /// The operation.
     operation: usize,
-    /// Its first element, of messages with elements.
-    element: Option<usize>,
+    /// Its elements, of messages with elements.
+    elements: Option<Range<usize>>,
+}
+
+/// Elements that were written into one message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Number of the operation in the transaction.
+    pub operation: usize,
+    /// Numbers of the elements in the operation.
+    pub elements: Range<usize>,
 }
 
 /// The operation, and perhaps element, that an answer is about.
@@ -62,11 +73,12 @@ pub struct Place {
 }
 
 impl Batch {
-    /// Writes a transaction; its messages are numbered from `first` on.
+    /// Writes a transaction; its messages are numbered from `first` on. The elements of the segments `apart` get a message
+    /// each, so that each gets an answer.
     #[must_use]
-    pub fn new(table: &Table, transaction: &Transaction, first: u32) -> Self {
+    pub fn new(table: &Table, transaction: &Transaction, first: u32, apart: &[Segment]) -> Self {
         let mut writer =
-            Writer { encoder: Encoder::default(), table, first, messages: Vec::new(), next_set: 1 };
+            Writer { encoder: Encoder::default(), table, first, apart, messages: Vec::new(), next_set: 1 };
         writer.mark(BATCH_BEGIN, first);
         for (index, (operation, _)) in transaction.operations.iter().enumerate() {
             writer.operation(index, operation);
@@ -99,9 +111,11 @@ impl Batch {
     /// What the message with this number does; `offset` is where in it the kernel found the fault.
     #[must_use]
     pub fn place(&self, transaction: &Transaction, sequence: u32, offset: Option<u32>) -> Option<Place> {
-        let index = usize::try_from(sequence.wrapping_sub(self.first)).ok()?.checked_sub(1)?;
-        let written = self.messages.get(index)?;
-        let element = written.element.and_then(|first| {
+        let written = self.written(sequence)?;
+        let element = written.elements.clone().and_then(|range| {
+            if range.len() == 1 {
+                return Some(range.start);
+            }
             let (Operation::AddElements { elements, .. } | Operation::DeleteElements { elements, .. }, _) =
                 transaction.operations.get(written.operation)?
             else {
@@ -109,13 +123,25 @@ impl Batch {
             };
             let items = self.items_before(written.start, usize::try_from(offset?).ok()?)?;
             let mut counted = 0;
-            let index = elements.get(first..)?.iter().position(|(element, _)| {
+            let index = elements.get(range.clone())?.iter().position(|(element, _)| {
                 counted += items_of(element);
                 counted > items
             })?;
-            Some(first + index)
+            Some(range.start + index)
         });
         Some(Place { operation: written.operation, element })
+    }
+
+    /// The elements in the message with this number, if there are several.
+    #[must_use]
+    pub fn segment(&self, sequence: u32) -> Option<Segment> {
+        let written = self.written(sequence)?;
+        let elements = written.elements.clone().filter(|elements| elements.len() > 1)?;
+        Some(Segment { operation: written.operation, elements })
+    }
+
+    fn written(&self, sequence: u32) -> Option<&Written> {
+        self.messages.get(usize::try_from(sequence.wrapping_sub(self.first)).ok()?.checked_sub(1)?)
     }
 
     /// How many items of the element list lie before this offset in the message that starts here.
@@ -150,6 +176,7 @@ struct Writer<'a> {
     encoder: Encoder,
     table: &'a Table,
     first: u32,
+    apart: &'a [Segment],
     messages: Vec<Written>,
     next_set: u32,
 }
@@ -165,15 +192,9 @@ impl Writer<'_> {
         self.encoder.message(header, |_| {});
     }
 
-    fn message(
-        &mut self,
-        kind: u16,
-        flags: u16,
-        (operation, element): (usize, Option<usize>),
-        fill: impl FnOnce(&mut Encoder),
-    ) {
+    fn message(&mut self, kind: u16, flags: u16, operation: usize, fill: impl FnOnce(&mut Encoder)) {
         let header = Header::new(kind, REQUEST | flags, self.sequence(), self.table.family);
-        self.messages.push(Written { start: self.encoder.len(), operation, element });
+        self.messages.push(Written { start: self.encoder.len(), operation, elements: None });
         let name = &self.table.name;
         self.encoder.message(header, |to| {
             to.string(TABLE, name);
@@ -182,27 +203,28 @@ impl Writer<'_> {
     }
 
     fn operation(&mut self, index: usize, operation: &Operation) {
-        let here = (index, None);
         match operation {
-            Operation::AddTable => self.message(NEW_TABLE, CREATE, here, |to| to.number(TABLE_FLAGS, 0)),
+            Operation::AddTable => self.message(NEW_TABLE, CREATE, index, |to| to.number(TABLE_FLAGS, 0)),
             Operation::AddDormantTable => {
-                self.message(NEW_TABLE, CREATE, here, |to| to.number(TABLE_FLAGS, TABLE_DORMANT));
+                self.message(NEW_TABLE, CREATE, index, |to| to.number(TABLE_FLAGS, TABLE_DORMANT));
             }
-            Operation::DeleteTable => self.message(DELETE_TABLE, 0, here, |_| {}),
-            Operation::AddChain(chain) => self.message(NEW_CHAIN, CREATE, here, |to| encode_chain(to, chain)),
+            Operation::DeleteTable => self.message(DELETE_TABLE, 0, index, |_| {}),
+            Operation::AddChain(chain) => {
+                self.message(NEW_CHAIN, CREATE, index, |to| encode_chain(to, chain));
+            }
             Operation::DeleteChain(name) => {
-                self.message(DELETE_CHAIN, 0, here, |to| to.string(CHAIN_NAME, name));
+                self.message(DELETE_CHAIN, 0, index, |to| to.string(CHAIN_NAME, name));
             }
             Operation::FlushChain(name) => {
-                self.message(DELETE_RULE, 0, here, |to| to.string(RULE_CHAIN, name));
+                self.message(DELETE_RULE, 0, index, |to| to.string(RULE_CHAIN, name));
             }
             Operation::AddRule { chain, rule } => self.rule(index, chain, rule),
             Operation::AddSet(set) => self.set(index, set),
             Operation::DeleteSet(name) => {
-                self.message(DELETE_SET, 0, here, |to| to.string(SET_NAME, name));
+                self.message(DELETE_SET, 0, index, |to| to.string(SET_NAME, name));
             }
             Operation::FlushSet(name) => {
-                self.message(DELETE_ELEMENT, 0, here, |to| to.string(ELEMENTS_SET, name));
+                self.message(DELETE_ELEMENT, 0, index, |to| to.string(ELEMENTS_SET, name));
             }
             Operation::AddElements { set, elements } => {
                 self.elements(NEW_ELEMENT, CREATE, index, set, elements);
@@ -223,7 +245,7 @@ impl Writer<'_> {
         let family = self.table.family;
         let id = self.new_set_id();
         let key = types(&set.key);
-        self.message(NEW_SET, CREATE, (index, None), |to| {
+        self.message(NEW_SET, CREATE, index, |to| {
             to.string(SET_NAME, &set.name);
             to.number(SET_FLAGS, flags(set));
             encode_key_type(to, &key, family);
@@ -252,7 +274,7 @@ impl Writer<'_> {
             }
         }
         let family = self.table.family;
-        self.message(NEW_RULE, CREATE | APPEND, (index, None), |to| {
+        self.message(NEW_RULE, CREATE | APPEND, index, |to| {
             to.string(RULE_CHAIN, chain);
             to.nested(RULE_EXPRESSIONS, |to| {
                 let mut inline = Inline { ids: &mut ids.into_iter() };
@@ -277,7 +299,7 @@ impl Writer<'_> {
         let id = self.new_set_id();
         let key = types_of(&key.0);
         let cases: Vec<_> = cases.into_iter().collect();
-        self.message(NEW_SET, CREATE, (index, None), |to| {
+        self.message(NEW_SET, CREATE, index, |to| {
             to.string(SET_NAME, INLINE_NAME);
             to.number(SET_FLAGS, FLAG_ANONYMOUS | FLAG_CONSTANT | FLAG_MAP);
             encode_key_type(to, &key, family);
@@ -287,7 +309,7 @@ impl Writer<'_> {
             to.nested(SET_DESCRIPTION, |to| to.number(DESCRIPTION_SIZE, size));
             to.attribute(SET_USERDATA, &userdata::encode_inline(&key));
         });
-        self.message(NEW_ELEMENT, CREATE, (index, None), |to| {
+        self.message(NEW_ELEMENT, CREATE, index, |to| {
             to.string(ELEMENTS_SET, INLINE_NAME);
             to.number(ELEMENTS_SET_ID, id);
             to.nested(ELEMENTS, |to| {
@@ -306,11 +328,13 @@ impl Writer<'_> {
         let mut next = 0;
         while next < elements.len() {
             let first = next;
-            self.message(kind, flags, (index, Some(first)), |to| {
+            let apart = |segment: &Segment| segment.operation == index && segment.elements.contains(&first);
+            let at_most = if self.apart.iter().any(apart) { 1 } else { ELEMENTS_AT_MOST };
+            self.message(kind, flags, index, |to| {
                 to.string(ELEMENTS_SET, set);
                 to.nested(ELEMENTS, |to| {
                     let start = to.len();
-                    for (element, _) in elements.iter().skip(first).take(ELEMENTS_AT_MOST) {
+                    for (element, _) in elements.iter().skip(first).take(at_most) {
                         if to.len() - start > BYTES_AT_MOST {
                             break;
                         }
@@ -319,6 +343,9 @@ impl Writer<'_> {
                     }
                 });
             });
+            if let Some(written) = self.messages.last_mut() {
+                written.elements = Some(first..next);
+            }
         }
     }
 }

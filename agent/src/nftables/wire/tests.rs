@@ -196,7 +196,7 @@ fn batch(family: IpFamily, operations: impl IntoIterator<Item = Operation>) -> (
     for (operation, origin) in operations.into_iter().zip(0..) {
         transaction.push(operation, Origin(origin));
     }
-    let batch = Batch::new(&table(family), &transaction, 7);
+    let batch = Batch::new(&table(family), &transaction, 7, &[]);
     (transaction, batch)
 }
 
@@ -376,6 +376,18 @@ fn errors_are_found_again() {
     assert_eq!(place(10, None), Some(Place { operation: 1, element: None }));
     assert_eq!(place(12, None), Some(Place { operation: 2, element: None }));
     assert_eq!(place(13, None), None);
+    // Without an offset, the elements in doubt are written apart.
+    let segments: Vec<_> = [8, 10, 12].into_iter().filter_map(|sequence| batch.segment(sequence)).collect();
+    let segment = |operation, elements| Segment { operation, elements };
+    assert_eq!(segments, [segment(1, 500..1000), segment(2, 0..4)]);
+    let finely = Batch::new(&table(IpFamily::IPv4), &transaction, 7, &segments);
+    let place_finely = |sequence| finely.place(&transaction, sequence, None);
+    assert_eq!(finely.last(), 8 + 1 + 500 + 1 + 4);
+    assert_eq!(place_finely(9), Some(Place { operation: 1, element: None }));
+    assert_eq!(place_finely(10), Some(Place { operation: 1, element: Some(500) }));
+    assert_eq!(place_finely(509), Some(Place { operation: 1, element: Some(999) }));
+    assert_eq!(finely.segment(510), Some(segment(1, 1000..1100)));
+    assert_eq!(place_finely(514), Some(Place { operation: 2, element: Some(3) }));
     // Headers, the names of table and set, the head of the list; then items of 16 and 20 bytes.
     let many = 16 + 4 + 16 + 12 + 4;
     for (sequence, item, element) in [(9, 0, 0), (9, 499, 499), (10, 0, 500), (11, 99, 1099)] {
