@@ -6,7 +6,7 @@
 //! iptables-nft writes nf_tables, so its rules are in here; those of iptables-legacy are not, and neither are ipsets.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use nix::errno::Errno;
 use nix::sys::socket::{
@@ -85,15 +85,7 @@ pub struct Notices(UnixDatagram);
 impl Notices {
     /// Subscribes, in the network namespace of the calling thread and the runtime that it is in.
     pub fn subscribe() -> io::Result<Self> {
-        let notices = socket(
-            AddressFamily::Netlink,
-            SockType::Raw,
-            SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
-            SockProtocol::NetlinkNetFilter,
-        )?;
-        // With less room more is lost, which is noticed.
-        let _ = setsockopt(&notices, sockopt::RcvBufForce, &RECEIVE_BUFFER);
-        bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUP))?;
+        let notices = listen(SockFlag::SOCK_NONBLOCK, RECEIVE_BUFFER)?;
         UnixDatagram::from_std(notices.into()).map(Self)
     }
 
@@ -122,6 +114,20 @@ impl Notices {
             }
         }
     }
+}
+
+/// A socket that gets the notices of the calling thread's network namespace, as far as they fit into so many bytes.
+pub(crate) fn listen(flags: SockFlag, receive_buffer: usize) -> io::Result<OwnedFd> {
+    let notices = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC | flags,
+        SockProtocol::NetlinkNetFilter,
+    )?;
+    // With less room more is lost, which is noticed.
+    let _ = setsockopt(&notices, sockopt::RcvBufForce, &receive_buffer);
+    bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUP))?;
+    Ok(notices)
 }
 
 fn read(datagram: Option<&[u8]>, each: &mut impl FnMut(&Notice<'_>)) -> Result<(), WireError> {

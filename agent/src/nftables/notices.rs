@@ -1,23 +1,20 @@
 //! The kernel's notices about transactions.
 //!
-//! In: a datagram. Out: whether one of them touched a table, and which transaction was the last. What else they say is not
-//! looked at. After the notices about its changes each transaction has one about its number.
+//! In: a datagram. Out: whether one of them touched a table in any way, sets and elements included, and which transaction was
+//! the last. After the notices about its changes each transaction has one about its number.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 
-use nix::sys::socket::{
-    AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, setsockopt, socket, sockopt,
-};
+use nix::sys::socket::SockFlag;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::error::Error;
 use super::ruleset::Table;
 use super::wire;
+use crate::netfilter;
 use crate::netlink::{self, Body, IPV4, IPV6};
 
-/// `NFNLGRP_NFTABLES`, the seventh group.
-const GROUPS: u32 = 1 << 6;
 /// The kernel sends notices up to the size of a page.
 pub(super) const DATAGRAM: usize = 64 * 1024;
 /// A limit, not an allocation: a load of 20,000 elements causes notices of some MiB.
@@ -25,16 +22,7 @@ const RECEIVE_BUFFER: usize = 32 << 20;
 
 /// A socket that gets the notices of the thread's network namespace.
 pub(super) fn subscribe(flags: SockFlag) -> io::Result<OwnedFd> {
-    let notices = socket(
-        AddressFamily::Netlink,
-        SockType::Raw,
-        SockFlag::SOCK_CLOEXEC | flags,
-        SockProtocol::NetlinkNetFilter,
-    )?;
-    // Not allowed in every namespace; then large loads cause an overrun.
-    let _ = setsockopt(&notices, sockopt::RcvBufForce, &RECEIVE_BUFFER);
-    bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
-    Ok(notices)
+    netfilter::listen(flags, RECEIVE_BUFFER)
 }
 
 /// What a datagram tells.
