@@ -82,8 +82,10 @@ pub enum Change {
 /// Something that makes no sense and is therefore not served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skipped {
-    /// Kind, namespace and name, such as `Service default/web`.
-    pub object: String,
+    /// The kind of the object.
+    pub kind: &'static str,
+    /// Its namespace and name.
+    pub name: ObjectName,
     /// What is wrong, and what is served nevertheless.
     pub reason: String,
 }
@@ -262,8 +264,8 @@ impl Model {
     }
 }
 
-fn skip(skipped: &mut Vec<Skipped>, kind: &str, name: &ObjectName, faults: Vec<String>) {
-    skipped.extend(faults.into_iter().map(|reason| Skipped { object: format!("{kind} {name}"), reason }));
+fn skip(skipped: &mut Vec<Skipped>, kind: &'static str, name: &ObjectName, faults: Vec<String>) {
+    skipped.extend(faults.into_iter().map(|reason| Skipped { kind, name: name.clone(), reason }));
 }
 
 /// Values that many records share.

@@ -74,7 +74,12 @@ fn trk_what_makes_no_sense_is_skipped_and_the_rest_served() {
         }),
     ));
     assert_eq!(dirty.skipped.len(), 9, "{:?}", reasons(&dirty));
-    assert!(dirty.skipped.iter().all(|skipped| skipped.object == "Service ns/s"));
+    assert!(
+        dirty
+            .skipped
+            .iter()
+            .all(|skipped| (skipped.kind, skipped.name.to_string()) == ("Service", "ns/s".to_owned()))
+    );
     let service = model.service(&ObjectName::new("ns", "s")).unwrap();
     assert_eq!(service.ports.len(), 1);
     assert_eq!(service.ports[0].node_port, None);

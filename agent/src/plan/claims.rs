@@ -5,7 +5,8 @@
 //! CVE-2020-8554); among equals the first by namespace and name. The loser is served at its other frontends.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
@@ -19,6 +20,17 @@ pub(super) enum Frontend {
     Address(IpAddr, Protocol, u16),
     /// A port of the node.
     NodePort(IpFamily, Protocol, u16),
+}
+
+impl fmt::Display for Frontend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address, protocol, port) => {
+                write!(f, "{}/{protocol}", SocketAddr::new(*address, *port))
+            }
+            Self::NodePort(family, protocol, port) => write!(f, "node port {port}/{protocol} ({family:?})"),
+        }
+    }
 }
 
 /// What a Service names a frontend as; the first wins.
@@ -40,7 +52,7 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// Replaces a Service's claims; returns the other Services that won or lost a frontend by it.
+    /// Replaces a Service's claims; returns the other Services that claim a frontend whose owner has changed by it.
     pub(super) fn update(
         &mut self,
         name: &ObjectName,
@@ -52,8 +64,9 @@ impl Claims {
         let mut touched = BTreeSet::new();
         for (frontend, claim) in old.difference(&new) {
             if let Some(claims) = self.by_frontend.get_mut(frontend) {
+                let had_it = claims.first() == Some(claim);
                 claims.remove(claim);
-                touched.extend(claims.first().map(|(_, id)| id.service.clone()));
+                touched.extend(claims.iter().filter(|_| had_it).map(|(_, id)| id.service.clone()));
                 if claims.is_empty() {
                     self.by_frontend.remove(frontend);
                 }
@@ -61,14 +74,30 @@ impl Claims {
         }
         for (frontend, claim) in new.difference(&old) {
             let claims = self.by_frontend.entry(*frontend).or_default();
-            touched.extend(claims.first().map(|(_, id)| id.service.clone()));
             claims.insert(claim.clone());
+            let gets_it = claims.first() == Some(claim);
+            touched.extend(claims.iter().filter(|_| gets_it).map(|(_, id)| id.service.clone()));
         }
         if !new.is_empty() {
             self.by_service.insert(name.clone(), new);
         }
         touched.remove(name);
         touched
+    }
+
+    /// What a Service names and another Service has, for people.
+    pub(super) fn lost(&self, name: &ObjectName) -> Vec<String> {
+        let mut lost = BTreeSet::new();
+        for (frontend, _) in self.by_service.get(name).into_iter().flatten() {
+            let winner = self.by_frontend.get(frontend).and_then(BTreeSet::first);
+            if let Some((_, owner)) = winner.filter(|(_, owner)| owner.service != *name) {
+                lost.insert(format!(
+                    "{frontend} belongs to Service {} and is not served for this one",
+                    owner.service
+                ));
+            }
+        }
+        lost.into_iter().collect()
     }
 
     /// Whether a Service port owns a frontend as what it names it.

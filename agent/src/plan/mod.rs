@@ -9,6 +9,7 @@
 
 mod claims;
 mod endpoints;
+mod health;
 mod node;
 mod port;
 mod route;
@@ -20,11 +21,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use pointsman_crds::node_config::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use crate::model::{Dirty, Model, ObjectName};
+use crate::model::{Dirty, Model, ObjectName, Service, Skipped};
 use claims::Claims;
 
+pub use health::HealthCheck;
 pub use node::{LocalTraffic, NodePlan, NodePorts};
-pub use port::{Backend, PortId, PortPlan, Sources, Target};
+pub use port::{Backend, NoLocal, PortId, PortPlan, Sources, Target};
 pub use route::{Hop, Packet, Verdict};
 
 /// What changed in a plan.
@@ -37,6 +39,10 @@ pub struct Changes {
     /// Services whose endpoints changed at a known time: the start of the network programming latency. Each
     /// is reported once.
     pub triggered: Vec<(ObjectName, Time)>,
+    /// Services whose [`HealthCheck`] was added, changed or removed. Nothing of it is in the kernel.
+    pub health_checks: BTreeSet<ObjectName>,
+    /// Frontends that a Service names and another one has, as far as that is news.
+    pub conflicts: Vec<Skipped>,
 }
 
 impl Changes {
@@ -45,6 +51,8 @@ impl Changes {
         self.ports.extend(later.ports);
         self.nodes.extend(later.nodes);
         self.triggered.extend(later.triggered);
+        self.health_checks.extend(later.health_checks);
+        self.conflicts.extend(later.conflicts);
     }
 
     /// Whether the kernel state stays as it is.
@@ -68,6 +76,10 @@ pub struct Plan {
     nodes: BTreeMap<IpFamily, NodePlan>,
     ports: BTreeMap<PortId, Arc<PortPlan>>,
     claims: Claims,
+    health_checks: BTreeMap<ObjectName, HealthCheck>,
+    /// What each Service names and does not get, if there is anything.
+    conflicts: BTreeMap<ObjectName, Vec<String>>,
+    no_local: BTreeMap<IpFamily, NoLocal>,
     /// Services that have at least one port in the plan.
     services: usize,
     /// Endpoints of all ports, as far as they are used.
@@ -84,6 +96,9 @@ impl Plan {
             config,
             ports: BTreeMap::new(),
             claims: Claims::default(),
+            health_checks: BTreeMap::new(),
+            conflicts: BTreeMap::new(),
+            no_local: BTreeMap::new(),
             services: 0,
             endpoints: 0,
         }
@@ -158,8 +173,9 @@ impl Plan {
                         continue;
                     }
                     self.endpoints += planned.endpoints();
+                    self.no_local.entry(family).or_default().add(planned.no_local());
                     if let Some(before) = self.ports.insert(id.clone(), Arc::new(planned)) {
-                        self.endpoints -= before.endpoints();
+                        self.forget(family, &before);
                     }
                     changes.ports.insert(id);
                 }
@@ -168,11 +184,53 @@ impl Plan {
         let (before, now) = (!old.is_empty(), !kept.is_empty());
         for id in old.into_iter().filter(|id| !kept.contains(id)) {
             if let Some(gone) = self.ports.remove(&id) {
-                self.endpoints -= gone.endpoints();
+                self.forget(id.family, &gone);
             }
             changes.ports.insert(id);
         }
         self.services = self.services + usize::from(now) - usize::from(before);
+        self.note_conflicts(name, changes);
+        let check = service.and_then(|service| self.plan_health_check(name, service, model));
+        if self.health_checks.get(name) != check.as_ref() {
+            match check {
+                Some(check) => self.health_checks.insert(name.clone(), check),
+                None => self.health_checks.remove(name),
+            };
+            changes.health_checks.insert(name.clone());
+        }
+    }
+
+    fn forget(&mut self, family: IpFamily, port: &PortPlan) {
+        self.endpoints -= port.endpoints();
+        self.no_local.entry(family).or_default().subtract(port.no_local());
+    }
+
+    fn plan_health_check(&self, name: &ObjectName, service: &Service, model: &Model) -> Option<HealthCheck> {
+        let number = service.health_check_node_port?;
+        let mut check = HealthCheck::default();
+        for (family, node) in self.nodes.iter().filter(|(family, _)| service.has_family(**family)) {
+            let own = self.ids_of(name).filter(|id| id.family == *family);
+            let ports = own.filter_map(|id| self.ports.get(id)).map(|port| &**port);
+            check.add(number, name, ports, model, node, &self.config);
+        }
+        Some(check)
+    }
+
+    fn note_conflicts(&mut self, name: &ObjectName, changes: &mut Changes) {
+        let lost = self.claims.lost(name);
+        let known = if lost.is_empty() {
+            self.conflicts.remove(name)
+        } else {
+            self.conflicts.insert(name.clone(), lost.clone())
+        };
+        let known = known.unwrap_or_default();
+        changes.conflicts.extend(
+            lost.into_iter().filter(|reason| !known.contains(reason)).map(|reason| Skipped {
+                kind: "Service",
+                name: name.clone(),
+                reason,
+            }),
+        );
     }
 
     fn ids_of(&self, name: &ObjectName) -> impl Iterator<Item = &PortId> {
@@ -208,6 +266,29 @@ impl Plan {
         self.ports.iter().filter(move |(id, _)| id.family == family)
     }
 
+    /// What load balancers that ask for a Service get to know, if any may ask.
+    #[must_use]
+    pub fn health_check(&self, service: &ObjectName) -> Option<&HealthCheck> {
+        self.health_checks.get(service)
+    }
+
+    /// The Services that load balancers may ask for.
+    pub fn health_checked(&self) -> impl Iterator<Item = &ObjectName> {
+        self.health_checks.keys()
+    }
+
+    /// How many Services name a frontend that another one has.
+    #[must_use]
+    pub fn conflicts(&self) -> usize {
+        self.conflicts.len()
+    }
+
+    /// How many Service ports of a family have endpoints, but none where their policy Local wants them.
+    #[must_use]
+    pub fn no_local(&self, family: IpFamily) -> NoLocal {
+        self.no_local.get(&family).copied().unwrap_or_default()
+    }
+
     /// How many Services are in the plan.
     #[must_use]
     pub fn services(&self) -> usize {
@@ -223,3 +304,6 @@ impl Plan {
 
 #[cfg(test)]
 mod tests;
+
+#[cfg(test)]
+mod health_tests;

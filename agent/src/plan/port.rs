@@ -112,7 +112,37 @@ pub struct PortPlan {
     pub serving: Vec<Backend>,
 }
 
+/// Service ports with policy Local that have endpoints on other nodes only: their packets are dropped here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NoLocal {
+    /// By the policy for traffic to ClusterIPs.
+    pub internal: usize,
+    /// By the policy for traffic from outside.
+    pub external: usize,
+}
+
+impl NoLocal {
+    pub(super) fn add(&mut self, other: Self) {
+        self.internal += other.internal;
+        self.external += other.external;
+    }
+
+    pub(super) fn subtract(&mut self, other: Self) {
+        self.internal -= other.internal;
+        self.external -= other.external;
+    }
+}
+
 impl PortPlan {
+    /// Which policy Local finds no endpoint here: kube-proxy's metric `no_local_endpoints_total` counts these.
+    #[must_use]
+    pub fn no_local(&self) -> NoLocal {
+        NoLocal {
+            internal: usize::from(self.internal == Target::Drop),
+            external: usize::from(self.external_local && self.external == Target::Drop),
+        }
+    }
+
     /// How many endpoints it uses.
     #[must_use]
     pub fn endpoints(&self) -> usize {

@@ -471,6 +471,9 @@ proptest! {
         scratch.update(&other, dirty);
         prop_assert_eq!(&plan.nodes, &scratch.nodes);
         prop_assert_eq!(&plan.ports, &scratch.ports);
+        prop_assert_eq!(&plan.health_checks, &scratch.health_checks);
+        prop_assert_eq!(&plan.conflicts, &scratch.conflicts);
+        prop_assert_eq!(FAMILIES.map(|family| plan.no_local(family)), FAMILIES.map(|family| scratch.no_local(family)));
         prop_assert_eq!((plan.services(), plan.endpoints()), (scratch.services(), scratch.endpoints()));
         let endpoints: usize = plan.ports.values().map(|port| port.endpoints()).sum();
         prop_assert_eq!(plan.endpoints(), endpoints);

@@ -249,7 +249,7 @@ impl<P: Platform> Engine<P> {
         };
         let dirty = self.model.apply(change);
         for skipped in &dirty.skipped {
-            warn!(object = skipped.object, "skipped: {}", skipped.reason);
+            warn!(object = %skipped.name, kind = skipped.kind, "skipped: {}", skipped.reason);
         }
         self.state.skipped += dirty.skipped.len() as u64;
         if dirty.is_empty() {
