@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http::Response;
-use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -18,7 +17,6 @@ use tokio::time::{Instant, timeout};
 use warp::Filter;
 use warp::filters::BoxedFilter;
 
-use crate::health::proxy_health;
 use crate::http::{View, json as json_reply, reply};
 
 const SOCKET: &str = "admin.sock";
@@ -117,7 +115,7 @@ fn state_json(view: &View) -> Value {
                 "revision": revision, "reason": rejection.reason, "message": rejection.message,
             })),
         },
-        "health": proxy_health(&state, Some(*view.node.borrow()), Timestamp::now(), now),
+        "health": view.health(Some(*view.node.borrow())),
         "services": state.services,
         "endpoints": state.endpoints,
         "rules": state.rules,
@@ -134,6 +132,7 @@ fn state_json(view: &View) -> Value {
         "skipped": state.skipped,
         "watches": watches,
         "listeners": *view.listeners.borrow(),
+        "healthChecks": {"open": view.checks.open(), "problems": view.checks.problems()},
     })
 }
 

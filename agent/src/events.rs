@@ -1,7 +1,10 @@
 //! Events on the Node, for those who look there first.
 //!
-//! In: each status that is derived. Out: an Event when the node stops or starts being Ready and when a configuration is
-//! refused. Only transitions count, and the same news is told at most once in ten minutes: a flapping node is one story.
+//! In: each status that is derived. Out: an Event when the node stops or starts being Ready, when a configuration is
+//! refused, and when what others changed in our kernel state was repaired. Only transitions count, and the same news is told at most
+//! once in ten minutes: a flapping node is one story. [`objects`] has the Events on Services.
+
+pub mod objects;
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,6 +20,8 @@ use tracing::{debug, info, warn};
 
 use crate::status::build::condition;
 
+/// Who says it, in `reportingController`.
+const CONTROLLER: &str = "pointsman-agent";
 const AGAIN_AFTER: Duration = Duration::from_mins(10);
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// More news than this before the API server takes any of it is not worth keeping.
@@ -38,6 +43,7 @@ pub struct Events {
     queue: mpsc::Sender<News>,
     last_ready: Option<Condition>,
     last_refusal: Option<Condition>,
+    last_repairs: i32,
     told: HashMap<String, Instant>,
 }
 
@@ -46,7 +52,7 @@ impl Events {
     #[must_use]
     pub fn start(client: Client, node: &str) -> Self {
         let (queue, receiver) = mpsc::channel(QUEUE);
-        let reporter = Reporter { controller: "pointsman-agent".to_owned(), instance: Some(node.to_owned()) };
+        let reporter = Reporter { controller: CONTROLLER.to_owned(), instance: Some(node.to_owned()) };
         let regarding = ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Node".to_owned()),
@@ -60,7 +66,7 @@ impl Events {
     }
 
     fn to(queue: mpsc::Sender<News>) -> Self {
-        Self { queue, last_ready: None, last_refusal: None, told: HashMap::new() }
+        Self { queue, last_ready: None, last_refusal: None, last_repairs: 0, told: HashMap::new() }
     }
 
     /// Compares `status` with the one before.
@@ -84,6 +90,15 @@ impl Events {
             if !self.last_refusal.as_ref().is_some_and(same) {
                 self.tell(true, &format!("Config{}", refusal.reason), &refusal.message);
             }
+        }
+        if let Some(drift) = status.drift.as_ref().filter(|drift| drift.repairs > self.last_repairs) {
+            self.last_repairs = drift.repairs;
+            let what = drift.last_diff.as_deref().unwrap_or("something");
+            self.tell(
+                true,
+                "DriftRepaired",
+                &format!("others had changed our kernel state, and it is repaired: {what}"),
+            );
         }
         self.last_ready = ready;
         self.last_refusal = refusal;
@@ -119,14 +134,21 @@ async fn send(recorder: Recorder, regarding: ObjectReference, mut queue: mpsc::R
         };
         match timeout(SEND_TIMEOUT, recorder.publish(&event, &regarding)).await {
             Ok(Ok(())) => {}
-            Ok(Err(kube::Error::Api(status))) if status.code == 403 => warn!(
-                "not allowed to write events ({}); the agent's ClusterRole needs the verbs create and patch on events in the \
-                 group events.k8s.io",
-                status.message
-            ),
-            Ok(Err(error)) => debug!(%error, "the event was not written"),
+            Ok(Err(error)) => unwritten(&error),
             Err(_) => debug!("the event was not written: the API server did not answer"),
         }
+    }
+}
+
+/// What could not be written is lost; that it never can be is for somebody to mend.
+fn unwritten(error: &kube::Error) {
+    match error {
+        kube::Error::Api(status) if status.code == 403 => warn!(
+            "not allowed to write events ({}); the agent's ClusterRole needs the verbs create and patch on events in the \
+             group events.k8s.io",
+            status.message
+        ),
+        error => debug!(%error, "the event was not written"),
     }
 }
 
@@ -135,6 +157,7 @@ pub(crate) mod tests {
     use super::*;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
     use k8s_openapi::jiff::Timestamp;
+    use pointsman_crds::proxy_node_status::DriftInfo;
 
     /// Events that nobody sends.
     pub(crate) fn unsent() -> (Events, mpsc::Receiver<News>) {
@@ -178,6 +201,21 @@ pub(crate) mod tests {
         tokio::time::advance(AGAIN_AFTER).await;
         events.observe(&status(true, None));
         assert_eq!(reasons(&mut receiver), ["ProxyReady"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_repair_is_told_with_what_was_changed() {
+        let (mut events, mut receiver) = unsent();
+        let mut repaired = status(true, None);
+        events.observe(&repaired);
+        let last_diff = Some("chain KUBE-SERVICES is missing".to_owned());
+        repaired.drift = Some(DriftInfo { repairs: 1, last_diff, ..DriftInfo::default() });
+        events.observe(&repaired);
+        events.observe(&repaired);
+        let news = receiver.try_recv().unwrap();
+        assert_eq!((news.warning, news.reason.as_str()), (true, "DriftRepaired"));
+        assert!(news.note.ends_with("chain KUBE-SERVICES is missing"), "{}", news.note);
+        assert!(receiver.try_recv().is_err());
     }
 
     #[tokio::test(start_paused = true)]

@@ -53,10 +53,11 @@ pub struct FamilyHealth {
 /// Whether the data plane keeps up with the cluster.
 ///
 /// A family does not, when its oldest unwritten change is older than two periods (kube-proxy's rule), or when its last
-/// [`FAILURES`] writes failed.
+/// [`FAILURES`] writes failed. None does while the sync loop hangs (`alive` is false): nobody queues changes then.
 #[must_use]
 pub fn proxy_health(
     state: &SyncState,
+    alive: bool,
     node: Option<NodeEligibility>,
     now: Timestamp,
     instant: Instant,
@@ -67,12 +68,12 @@ pub fn proxy_health(
     let mut last_updated: Option<Timestamp> = None;
     for (&family, held) in &state.families {
         let late = held.oldest_queued.is_some_and(|since| instant.saturating_duration_since(since) > limit);
-        let healthy = !late && held.consecutive_failures < FAILURES;
+        let healthy = alive && !late && held.consecutive_failures < FAILURES;
         last_updated = last_updated.max(held.last_updated);
         let last = held.last_updated.map(|time| time.to_string());
         status.insert(family_word(family), FamilyHealth { last_updated: last, healthy });
     }
-    let healthy = status.values().all(|family| family.healthy);
+    let healthy = alive && status.values().all(|family| family.healthy);
     ProxyHealth {
         last_updated: if healthy { now } else { last_updated.unwrap_or(state.started) }.to_string(),
         current_time: now.to_string(),
@@ -138,7 +139,7 @@ mod tests {
     }
 
     fn healthy(state: &SyncState) -> bool {
-        proxy_health(state, None, Timestamp::UNIX_EPOCH, Instant::now()).healthy
+        proxy_health(state, true, None, Timestamp::UNIX_EPOCH, Instant::now()).healthy
     }
 
     #[tokio::test(start_paused = true)]
@@ -151,12 +152,19 @@ mod tests {
         assert!(healthy(&both), "exactly two periods");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert!(!healthy(&both));
-        let health = proxy_health(&both, None, Timestamp::now(), Instant::now());
+        let health = proxy_health(&both, true, None, Timestamp::now(), Instant::now());
         assert!(!health.status["IPv4"].healthy);
         assert!(health.status["IPv6"].healthy);
         assert_eq!(health.last_updated, Timestamp::UNIX_EPOCH.to_string(), "the last success");
         let written = state(&[(IpFamily::IPv4, FamilyState::default())]);
         assert!(healthy(&written));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_sync_loop_that_hangs_is_not_healthy_though_nothing_is_queued() {
+        let idle = state(&[(IpFamily::IPv4, FamilyState::default())]);
+        let health = proxy_health(&idle, false, None, Timestamp::UNIX_EPOCH, Instant::now());
+        assert!(!health.healthy && !health.status["IPv4"].healthy);
     }
 
     #[tokio::test(start_paused = true)]
@@ -189,9 +197,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn hz_3_only_healthz_speaks_of_the_node() {
         let now = Timestamp::UNIX_EPOCH;
-        let livez = proxy_health(&state(&[]), None, now, Instant::now());
+        let livez = proxy_health(&state(&[]), true, None, now, Instant::now());
         assert!(!serde_json::to_string(&livez).unwrap().contains("nodeEligible"));
-        let healthz = proxy_health(&state(&[]), Some(NodeEligibility::default()), now, Instant::now());
+        let healthz = proxy_health(&state(&[]), true, Some(NodeEligibility::default()), now, Instant::now());
         assert!(serde_json::to_string(&healthz).unwrap().contains("\"nodeEligible\":false"));
     }
 

@@ -17,17 +17,18 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 use warp::Filter;
-use warp::filters::BoxedFilter;
 
-use crate::health::{Pulse, proxy_health};
+pub mod serve;
+
+use self::serve::{Routes, serve};
+use crate::health::{ProxyHealth, Pulse, proxy_health};
+use crate::healthcheck::Checks;
 use crate::metrics::Metrics;
 use crate::state::{NodeEligibility, SyncState, Watches};
 use crate::status::build::{Identity, Inputs, build, condition};
 
 /// A port in use is tried again after this.
 const RETRY: Duration = Duration::from_secs(5);
-/// After a port has changed, requests on the old one may finish for this long.
-const GRACE: Duration = Duration::from_secs(5);
 const JSON: &str = "application/json";
 const TEXT: &str = "text/plain; charset=utf-8";
 
@@ -48,6 +49,8 @@ pub struct View {
     pub metrics: Arc<Metrics>,
     /// What hinders each listener.
     pub listeners: watch::Receiver<Listeners>,
+    /// The health checks of load balancers.
+    pub checks: Checks,
 }
 
 /// What hinders each listener; nothing if it listens.
@@ -74,11 +77,17 @@ impl View {
         })
     }
 
+    /// Whether the data plane keeps up with the cluster.
+    #[must_use]
+    pub fn health(&self, node: Option<NodeEligibility>) -> ProxyHealth {
+        proxy_health(&self.state.borrow(), self.pulse.alive(), node, Timestamp::now(), Instant::now())
+    }
+
     /// `/healthz`.
     #[must_use]
     pub fn healthz(&self) -> Response<String> {
         let node = *self.node.borrow();
-        let health = proxy_health(&self.state.borrow(), Some(node), Timestamp::now(), Instant::now());
+        let health = self.health(Some(node));
         let code = if health.healthy && node.eligible() { 200 } else { 503 };
         self.metrics.answered_healthz(code);
         json(code, &health)
@@ -87,7 +96,7 @@ impl View {
     /// `/livez`.
     #[must_use]
     pub fn livez(&self) -> Response<String> {
-        let health = proxy_health(&self.state.borrow(), None, Timestamp::now(), Instant::now());
+        let health = self.health(None);
         let code = if health.healthy { 200 } else { 503 };
         self.metrics.answered_livez(code);
         json(code, &health)
@@ -141,7 +150,7 @@ impl View {
 
     /// The routes of the health port.
     #[must_use]
-    pub fn health_routes(&self) -> BoxedFilter<(Response<String>,)> {
+    pub fn health_routes(&self) -> Routes {
         let (healthz, livez, readyz) = (self.clone(), self.clone(), self.clone());
         let routes = warp::path!("healthz")
             .map(move || healthz.healthz())
@@ -154,7 +163,7 @@ impl View {
 
     /// The routes of the metrics port.
     #[must_use]
-    pub fn metrics_routes(&self) -> BoxedFilter<(Response<String>,)> {
+    pub fn metrics_routes(&self) -> Routes {
         let (metrics, mode, config) = (self.clone(), self.clone(), self.clone());
         let routes = warp::path!("metrics")
             .map(move || metrics.metrics())
@@ -208,7 +217,7 @@ pub struct Listener {
     /// Where the configuration puts it.
     pub address: fn(&NodeProxyConfiguration) -> Option<SocketAddr>,
     /// What it answers.
-    pub routes: BoxedFilter<(Response<String>,)>,
+    pub routes: Routes,
     /// The configuration.
     pub state: watch::Receiver<SyncState>,
     /// Where to report.
@@ -258,21 +267,11 @@ impl Listener {
 
     /// Serves until the address changes. Returns whether there is still somebody to change it.
     async fn serve(&mut self, socket: TcpListener, wanted: Option<SocketAddr>) -> bool {
-        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-        let server = warp::serve(self.routes.clone()).incoming(socket).graceful(async move {
-            let _ = stopped.await;
-        });
-        let mut server = std::pin::pin!(server.run());
-        let alive = tokio::select! {
-            () = &mut server => return true,
-            alive = moved(&mut self.state, self.address, wanted) => alive,
-        };
-        drop(stop);
-        if alive {
-            // A client that keeps its connection open must not hold back the new port.
-            let _ = tokio::time::timeout(GRACE, server).await;
-        }
-        alive
+        serve(socket, self.routes.clone(), async {
+            moved(&mut self.state, self.address, wanted).await;
+        })
+        .await;
+        self.state.has_changed().is_ok()
     }
 
     fn tell(&self, problem: Option<String>) {
@@ -312,5 +311,4 @@ async fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
 }
 
 #[cfg(test)]
-#[path = "http_tests.rs"]
 mod tests;

@@ -10,6 +10,7 @@ pub mod config;
 pub mod conntrack;
 pub mod events;
 pub mod health;
+pub mod healthcheck;
 pub mod http;
 pub mod init;
 pub mod iptables;

@@ -20,7 +20,9 @@ use crate::admin;
 use crate::client::{Access, ClientError};
 use crate::config::checkpoint::Checkpoint;
 use crate::events::Events;
+use crate::events::objects::Objects;
 use crate::health::Pulse;
+use crate::healthcheck::{self, Checks};
 use crate::http::{Listener, Listeners, View, health_address, metrics_address};
 use crate::logging::Level;
 use crate::metrics::Metrics;
@@ -89,6 +91,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let pulse = Arc::new(Pulse::default());
     let identity = Arc::new(identity().await);
     let (inputs, queue) = mpsc::channel(sync::QUEUE);
+    let checks = Checks::default();
+    let objects = Objects::start(client.clone(), &options.node);
 
     // Before anything is planned, so that the first plan knows the node's addresses.
     let own = addresses::read().unwrap_or_else(|error| {
@@ -102,6 +106,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         metrics: Arc::clone(&metrics),
         pulse: Arc::clone(&pulse),
         checkpoint: Some(checkpoint),
+        checks: checks.clone(),
+        objects: objects.clone(),
     };
     let (stop, stopped) = oneshot::channel();
     let engine = Engine::new(sync::node::Node::new(&options.sysctl_directory), outside, kept);
@@ -110,6 +116,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let mut tasks = JoinSet::new();
     tasks.spawn(addresses::follow(own, inputs.clone()));
     tasks.spawn(level.follow(state.subscribe()));
+    let server = healthcheck::Server::new(checks.clone(), state.subscribe(), Arc::clone(&pulse), objects);
+    tasks.spawn(server.run());
     let watching = Watching {
         client: client.clone(),
         node: options.node.clone(),
@@ -135,23 +143,11 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         node: eligibility.subscribe(),
         identity,
         pulse,
-        metrics: Arc::clone(&metrics),
+        metrics,
         listeners: listeners.subscribe(),
+        checks,
     };
-    for (name, address, routes) in [
-        ("healthz", health_address as fn(&_) -> _, view.health_routes()),
-        ("metrics", metrics_address as fn(&_) -> _, view.metrics_routes()),
-    ] {
-        let listener = Listener {
-            name,
-            address,
-            routes,
-            state: state.subscribe(),
-            report: listeners.clone(),
-            metrics: Arc::clone(&metrics),
-        };
-        tasks.spawn(listener.run());
-    }
+    listen(&mut tasks, &view, &listeners);
     tasks.spawn(serve_admin(options.run_directory, view));
 
     tokio::select! {
@@ -171,6 +167,24 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         );
     }
     Ok(())
+}
+
+/// The ports that the configuration names, each in a task.
+fn listen(tasks: &mut JoinSet<()>, view: &View, report: &watch::Sender<Listeners>) {
+    for (name, address, routes) in [
+        ("healthz", health_address as fn(&_) -> _, view.health_routes()),
+        ("metrics", metrics_address as fn(&_) -> _, view.metrics_routes()),
+    ] {
+        let listener = Listener {
+            name,
+            address,
+            routes,
+            state: view.state.clone(),
+            report: report.clone(),
+            metrics: Arc::clone(&view.metrics),
+        };
+        tasks.spawn(listener.run());
+    }
 }
 
 /// The probes depend on the socket, so it is tried until it is there.

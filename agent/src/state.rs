@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use crate::config::{Rejection, Tampering};
 use crate::kernel::SyncError;
+use crate::plan::NoLocal;
 
 /// Where changes come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -204,6 +205,10 @@ pub struct SyncState {
     pub latency: LatencyState,
     /// Objects and parts of objects that were skipped because they make no sense.
     pub skipped: u64,
+    /// Services that name a frontend which another one has.
+    pub conflicts: usize,
+    /// Service ports whose policy Local finds no endpoint on this node, by family.
+    pub no_local: BTreeMap<IpFamily, NoLocal>,
 }
 
 impl SyncState {
@@ -229,6 +234,8 @@ impl SyncState {
             settings: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,
+            conflicts: 0,
+            no_local: BTreeMap::new(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The loop itself.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,9 +17,11 @@ use super::schedule::Schedule;
 use super::{Dataplane, Input, Opened, Platform};
 use crate::config::checkpoint::Checkpoint;
 use crate::config::{Assessment, Candidate};
+use crate::events::objects::{ObjectNews, Objects};
 use crate::health::Pulse;
+use crate::healthcheck::Checks;
 use crate::metrics::{Changed, Metrics};
-use crate::model::{Change, Dirty, Model, NodeFacts, family_of};
+use crate::model::{Change, Dirty, Model, NodeFacts, ObjectName, family_of};
 use crate::plan::{Changes, Plan};
 use crate::state::{Compatibility, Source, SyncState};
 use crate::sysctl::Settings;
@@ -39,6 +42,10 @@ pub struct Outside {
     pub pulse: Arc<Pulse>,
     /// Where the configuration in force is kept for the next start.
     pub checkpoint: Option<Checkpoint>,
+    /// Who answers load balancers.
+    pub checks: Checks,
+    /// Where owners of objects are told what is not served.
+    pub objects: Objects,
 }
 
 /// What decides how a node is opened. When it changes, the node is opened again.
@@ -247,11 +254,12 @@ impl<P: Platform> Engine<P> {
             Change::SliceApplied(_) | Change::SliceDeleted(_) => Some(Changed::Endpoints),
             Change::Node(_) | Change::ServiceCidrs(_) | Change::LocalAddresses(_) => None,
         };
-        let dirty = self.model.apply(change);
-        for skipped in &dirty.skipped {
+        let mut dirty = self.model.apply(change);
+        for skipped in std::mem::take(&mut dirty.skipped) {
             warn!(object = %skipped.name, kind = skipped.kind, "skipped: {}", skipped.reason);
+            self.state.skipped += 1;
+            self.outside.objects.tell(ObjectNews::skipped(skipped, "NotServed"));
         }
-        self.state.skipped += dirty.skipped.len() as u64;
         if dirty.is_empty() {
             return;
         }
@@ -264,24 +272,45 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    /// Notes what the kernel does not hold yet.
-    fn queue(&mut self, changes: Changes) {
-        if changes.is_empty() {
-            return;
+    /// Notes what the kernel does not hold yet, and tells what it will never hold.
+    fn queue(&mut self, mut changes: Changes) {
+        for lost in std::mem::take(&mut changes.conflicts) {
+            warn!(service = %lost.name, "{}", lost.reason);
+            self.outside.objects.tell(ObjectNews::skipped(lost, "FrontendConflict"));
         }
-        let now = Instant::now();
-        for family in self.state.families.values_mut() {
-            family.oldest_queued.get_or_insert(now);
-        }
-        self.outside.metrics.queued(&self.state.family_order);
-        self.pending.merge(changes);
         self.count();
+        self.pending.health_checks.append(&mut changes.health_checks);
+        if !changes.is_empty() {
+            let now = Instant::now();
+            for family in self.state.families.values_mut() {
+                family.oldest_queued.get_or_insert(now);
+            }
+            self.outside.metrics.queued(&self.state.family_order);
+            self.pending.merge(changes);
+        }
+        if !self.wants_write() {
+            let checked = std::mem::take(&mut self.pending.health_checks);
+            self.answer_health_checks(checked);
+        }
+    }
+
+    /// Lets load balancers know what the kernel holds.
+    pub(super) fn answer_health_checks(&self, changed: BTreeSet<ObjectName>) {
+        let Some(running) = &self.running else { return };
+        self.outside.checks.change(changed.into_iter().map(|name| {
+            let check = running.plan.health_check(&name).cloned();
+            (name, check)
+        }));
     }
 
     fn count(&mut self) {
         if let Some(running) = &self.running {
-            self.state.services = running.plan.services();
-            self.state.endpoints = running.plan.endpoints();
+            let plan = &running.plan;
+            self.state.services = plan.services();
+            self.state.endpoints = plan.endpoints();
+            self.state.conflicts = plan.conflicts();
+            let no_local = |family: &IpFamily| (*family, plan.no_local(*family));
+            self.state.no_local = plan.families().iter().map(no_local).collect();
         }
     }
 
@@ -393,7 +422,10 @@ impl<P: Platform> Engine<P> {
         let everything = Dirty { everything: true, ..Dirty::default() };
         let changes = plan.update(&self.model, everything);
         let mut retiring = opened.leftovers;
+        // The new plan knows no health check that is gone.
+        let mut checked = std::mem::take(&mut self.pending.health_checks);
         if let Some(before) = self.running.take() {
+            checked.extend(before.plan.health_checked().cloned());
             retiring.extend(before.retiring);
             retiring.push(before.dataplane);
         }
@@ -406,11 +438,10 @@ impl<P: Platform> Engine<P> {
             retiring,
             taken_over: false,
         });
-        self.pending = Changes::default();
+        self.pending = Changes { health_checks: checked, ..Changes::default() };
         self.planned = true;
         self.must_write = true;
         self.queue(changes);
-        self.count();
     }
 
     fn publish(&self) {

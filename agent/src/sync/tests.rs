@@ -1,5 +1,6 @@
 //! The loop against a kernel that fails on cue, in paused time.
 
+mod reports;
 mod rig;
 
 use std::sync::Arc;

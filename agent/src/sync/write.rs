@@ -26,7 +26,7 @@ impl<P: Platform> Engine<P> {
             return;
         }
         let Some(running) = self.running.as_mut() else { return };
-        let changes = std::mem::take(&mut self.pending);
+        let mut changes = std::mem::take(&mut self.pending);
         self.outside.pulse.beat(true);
         let begun = Instant::now();
         let (synced, errors) = running.dataplane.sync(&running.plan, &changes).await;
@@ -55,6 +55,7 @@ impl<P: Platform> Engine<P> {
         }
         self.adjust().await;
         self.end_stale_flows().await;
+        self.answer_health_checks(std::mem::take(&mut changes.health_checks));
         self.report_latency(changes, &families);
         self.schedule.succeeded();
         let aimed = self.running.as_ref().map(|running| &running.candidate.hash);

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pointsman_agent::config::{Assessment, Candidate, Tampering};
+use pointsman_agent::events::objects::Objects;
 use pointsman_agent::health::Pulse;
+use pointsman_agent::healthcheck::Checks;
 use pointsman_agent::iptables::Flavour;
 use pointsman_agent::metrics::Metrics;
 use pointsman_agent::model::{Change, NodeFacts};
@@ -37,6 +39,8 @@ impl Running {
             metrics: Arc::new(Metrics::default()),
             pulse: Arc::new(Pulse::default()),
             checkpoint: None,
+            checks: Checks::default(),
+            objects: Objects::channel().0,
         };
         let thread = lab.spawn(NODE, move || {
             block_on(async {

@@ -17,7 +17,9 @@ use crate::config::checkpoint::Checkpoint;
 use crate::config::tests::{candidate, sample};
 use crate::config::{Assessment, Candidate, Rejection, Tampering};
 use crate::conntrack::{Job, Report, Target};
+use crate::events::objects::{ObjectNews, Objects};
 use crate::health::Pulse;
+use crate::healthcheck::Checks;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::metrics::Metrics;
 use crate::model::{Change, NodeFacts};
@@ -213,6 +215,8 @@ pub struct Rig {
     pub engine: tokio::task::JoinHandle<()>,
     pub _disk: tempfile::TempDir,
     pub checkpoint: Checkpoint,
+    pub checks: Checks,
+    pub news: mpsc::Receiver<ObjectNews>,
 }
 
 pub fn rig_with(checkpointed: Option<Candidate>) -> Rig {
@@ -221,17 +225,22 @@ pub fn rig_with(checkpointed: Option<Candidate>) -> Rig {
     let script = Shared::default();
     let (state, receiver) = watch::channel(SyncState::new(Timestamp::UNIX_EPOCH));
     let metrics = Arc::new(Metrics::default());
+    let checks = Checks::default();
+    let (objects, news) = Objects::channel();
     let outside = Outside {
         state,
         metrics: Arc::clone(&metrics),
         pulse: Arc::new(Pulse::default()),
         checkpoint: Some(checkpoint.clone()),
+        checks: checks.clone(),
+        objects,
     };
     let (inputs, queue) = mpsc::channel(QUEUE);
     let (stop, stopped) = oneshot::channel();
     let engine = Engine::new(FakePlatform(Arc::clone(&script)), outside, checkpointed);
     let engine = tokio::spawn(engine.run(queue, stopped));
-    Rig { script, inputs, state: receiver, metrics, stop: Some(stop), engine, _disk: disk, checkpoint }
+    let stop = Some(stop);
+    Rig { script, inputs, state: receiver, metrics, stop, engine, _disk: disk, checkpoint, checks, news }
 }
 
 pub fn rig() -> Rig {

@@ -28,6 +28,7 @@ fn rig() -> Rig {
         pulse: Arc::default(),
         metrics: Arc::default(),
         listeners: of_listeners,
+        checks: Checks::default(),
     };
     Rig { view, state, node, listeners, _watches: watches }
 }
@@ -208,4 +209,21 @@ async fn the_admin_socket_answers_probes_and_belongs_to_its_owner() {
         serde_json::from_str(&admin::probe(&path, "state").await.unwrap()).unwrap();
     assert_eq!(state["ready"], true);
     assert_eq!(state["config"]["active"], "default-1");
+}
+
+#[tokio::test]
+async fn a_client_that_takes_every_place_of_a_port_holds_up_others_only_while_it_does() {
+    let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = socket.local_addr().unwrap().port();
+    let routes = warp::any().map(|| reply(200, TEXT, "here".to_owned())).boxed();
+    let server = tokio::spawn(serve(socket, routes, std::future::pending()));
+    let mut idle = Vec::new();
+    for _ in 0..serve::CONNECTIONS {
+        idle.push(tokio::net::TcpStream::connect(("127.0.0.1", port)).await.unwrap());
+    }
+    let late = tokio::time::timeout(Duration::from_millis(300), get(port, "/")).await;
+    assert!(late.is_err(), "no more than so many connections are held");
+    idle.truncate(1);
+    assert!(get(port, "/").await.unwrap().ends_with("here"));
+    server.abort();
 }
