@@ -19,10 +19,12 @@ use kube::client::{Body, ConfigExt};
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use thiserror::Error;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tower::retry::RetryLayer;
 use tower::{BoxError, Service, ServiceBuilder};
 use tracing::{debug, info, warn};
+
+use crate::metrics::ClientMetrics;
 
 /// Where a pod finds its token and the cluster's certificate authority.
 pub const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -112,8 +114,8 @@ fn parse_endpoint(given: &str) -> Result<Uri, ClientError> {
 }
 
 impl Access {
-    /// Makes the client. Does not talk to any server yet.
-    pub async fn client(&self) -> Result<Client, ClientError> {
+    /// Makes the client, which counts its requests in `metrics`. Does not talk to any server yet.
+    pub async fn client(&self, metrics: ClientMetrics) -> Result<Client, ClientError> {
         let base = self.config().await?;
         let endpoints =
             if self.endpoints.is_empty() { vec![base.cluster_url.clone()] } else { self.endpoints.clone() };
@@ -127,7 +129,7 @@ impl Access {
             })?;
             targets.push(Target { endpoint: endpoint.to_string(), client });
         }
-        Ok(Failover::new(targets).into_client())
+        Ok(Failover::new(targets, metrics).into_client())
     }
 
     async fn config(&self) -> Result<Config, ClientError> {
@@ -218,12 +220,13 @@ struct Failover {
     current: Arc<AtomicUsize>,
     /// The one that answered last.
     answered: Arc<AtomicUsize>,
+    metrics: ClientMetrics,
 }
 
 impl Failover {
-    fn new(targets: Vec<Target>) -> Self {
+    fn new(targets: Vec<Target>, metrics: ClientMetrics) -> Self {
         let answered = Arc::new(AtomicUsize::new(usize::MAX));
-        Self { targets: targets.into(), current: Arc::default(), answered }
+        Self { targets: targets.into(), current: Arc::default(), answered, metrics }
     }
 
     fn into_client(self) -> Client {
@@ -258,7 +261,14 @@ impl Service<Request<Body>> for Failover {
         Box::pin(async move {
             let index = this.current.load(Ordering::Relaxed);
             let patience = if request.method().is_safe() { READ_ANSWER } else { WRITE_ANSWER };
-            match timeout(patience, this.targets[index].client.send(request)).await {
+            let (method, begun) = (request.method().clone(), Instant::now());
+            let answer = timeout(patience, this.targets[index].client.send(request)).await;
+            let code =
+                answer.as_ref().ok().and_then(|sent| sent.as_ref().ok()).map(|it| it.status().as_u16());
+            let endpoint = &this.targets[index].endpoint;
+            let host = endpoint.split_once("://").map_or(endpoint.as_str(), |(_, rest)| rest);
+            this.metrics.answered(host.trim_end_matches('/'), &method, code, begun.elapsed());
+            match answer {
                 Ok(Ok(response)) => {
                     if this.answered.swap(index, Ordering::Relaxed) != index {
                         info!(endpoint = this.targets[index].endpoint, "using this API server");
@@ -322,7 +332,7 @@ mod tests {
     #[tokio::test]
     async fn the_next_endpoint_is_used_after_a_connection_error_and_kept() {
         let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
-        let client = Failover::new(vec![a, b]).into_client();
+        let client = Failover::new(vec![a, b], ClientMetrics::default()).into_client();
         let (answered, ()) = tokio::join!(ask(&client), refuse(&mut at_a));
         assert!(answered.is_err());
         for _ in 0..2 {
@@ -338,7 +348,7 @@ mod tests {
     #[tokio::test]
     async fn a_server_that_is_shutting_down_is_left() {
         let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
-        let client = Failover::new(vec![a, b]).into_client();
+        let client = Failover::new(vec![a, b], ClientMetrics::default()).into_client();
         let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 503));
         assert!(answered.is_err());
         let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_b, 200));
@@ -348,7 +358,7 @@ mod tests {
     #[tokio::test]
     async fn an_answer_that_refuses_is_no_reason_to_switch() {
         let ((a, mut at_a), (b, _at_b)) = (target("a"), target("b"));
-        let client = Failover::new(vec![a, b]).into_client();
+        let client = Failover::new(vec![a, b], ClientMetrics::default()).into_client();
         for _ in 0..2 {
             let (answered, ()) = tokio::join!(ask(&client), answer(&mut at_a, 403));
             assert!(answered.is_err());
@@ -358,7 +368,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_server_that_does_not_answer_is_left() {
         let ((a, mut at_a), (b, mut at_b)) = (target("a"), target("b"));
-        let client = Failover::new(vec![a, b]).into_client();
+        let client = Failover::new(vec![a, b], ClientMetrics::default()).into_client();
         let (answered, hanging) = tokio::join!(ask(&client), at_a.next_request());
         assert!(answered.is_err());
         drop(hanging);
@@ -399,10 +409,10 @@ mod tests {
     #[tokio::test]
     async fn without_anything_the_error_says_what_to_set() {
         let access = Access { service_account: "/nonexistent".into(), ..Access::default() };
-        let error = access.client().await.err().unwrap().to_string();
+        let error = access.client(ClientMetrics::default()).await.err().unwrap().to_string();
         assert!(error.contains("POINTSMAN_APISERVERS"), "{error}");
         let access = Access { endpoints: parse_endpoints("https://10.0.0.1:6443").unwrap(), ..access };
-        let error = access.client().await.err().unwrap().to_string();
+        let error = access.client(ClientMetrics::default()).await.err().unwrap().to_string();
         assert!(error.contains("/nonexistent/token"), "{error}");
     }
 }

@@ -18,18 +18,20 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 use warp::Filter;
 
+mod pages;
 pub mod serve;
 
 use self::serve::{Routes, serve};
 use crate::health::{ProxyHealth, Pulse, proxy_health};
 use crate::healthcheck::Checks;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Probe, Scrape};
 use crate::state::{NodeEligibility, SyncState, Watches};
 use crate::status::build::{Identity, Inputs, build, condition};
 
 /// A port in use is tried again after this.
 const RETRY: Duration = Duration::from_secs(5);
 const JSON: &str = "application/json";
+const METRICS: &str = prometheus_client::encoding::prometheus_text::CONTENT_TYPE;
 const TEXT: &str = "text/plain; charset=utf-8";
 
 /// Everything that answers are made of.
@@ -106,7 +108,9 @@ impl View {
     #[must_use]
     pub fn readyz(&self) -> Response<String> {
         let (ready, why) = self.ready();
-        reply(if ready { 200 } else { 503 }, TEXT, format!("{why}\n"))
+        let code = if ready { 200 } else { 503 };
+        self.metrics.answered_readyz(code);
+        reply(code, TEXT, format!("{why}\n"))
     }
 
     /// `/live` on the admin socket: whether the sync loop turns, however well it does.
@@ -125,8 +129,36 @@ impl View {
         let (ready, _) = self.ready();
         let state = self.state.borrow().clone();
         let watches = self.watches.borrow().clone();
-        let text = self.metrics.render(&state, &watches, ready, Instant::now());
-        reply(200, prometheus_client::encoding::prometheus_text::CONTENT_TYPE, text)
+        let text = self.metrics.render(Scrape {
+            state: &state,
+            watches: &watches,
+            checks: &self.checks,
+            ready,
+            instant: Instant::now(),
+        });
+        reply(200, METRICS, text)
+    }
+
+    /// `/metrics/slis`: the probes as a service level.
+    #[must_use]
+    pub fn slis(&self) -> Response<String> {
+        let (healthy, eligible) = (self.health(None).healthy, self.node.borrow().eligible());
+        let now =
+            [(Probe::Healthz, healthy && eligible), (Probe::Livez, healthy), (Probe::Readyz, self.ready().0)];
+        reply(200, METRICS, self.metrics.render_slis(now))
+    }
+
+    /// `/statusz`.
+    #[must_use]
+    pub fn statusz(&self) -> Response<String> {
+        let started = self.state.borrow().started;
+        reply(200, TEXT, pages::statusz(&self.identity, started, Timestamp::now()))
+    }
+
+    /// `/flagz`.
+    #[must_use]
+    pub fn flagz(&self) -> Response<String> {
+        reply(200, TEXT, pages::flagz(&self.identity))
     }
 
     /// `/proxyMode`, as kube-proxy answers it.
@@ -164,16 +196,22 @@ impl View {
     /// The routes of the metrics port.
     #[must_use]
     pub fn metrics_routes(&self) -> Routes {
-        let (metrics, mode, config) = (self.clone(), self.clone(), self.clone());
-        let routes = warp::path!("metrics")
-            .map(move || metrics.metrics())
-            .or(warp::path!("proxyMode").map(move || mode.proxy_mode()))
-            .unify()
-            .or(warp::path!("configz").map(move || config.configz()))
-            .unify()
-            .or(warp::path!("healthz").map(|| reply(200, TEXT, "ok".to_owned())))
-            .unify();
-        warp::get().and(routes).boxed()
+        let view = self.clone();
+        warp::get()
+            .and(warp::path::full())
+            .map(move |path: warp::path::FullPath| match path.as_str() {
+                "/metrics" => view.metrics(),
+                "/metrics/slis" => view.slis(),
+                "/proxyMode" => view.proxy_mode(),
+                "/configz" => view.configz(),
+                "/statusz" => view.statusz(),
+                "/flagz" => view.flagz(),
+                "/healthz" => reply(200, TEXT, "ok".to_owned()),
+                other => {
+                    reply(404, TEXT, format!("there is no {other}; there is {}\n", pages::PATHS.join(", ")))
+                }
+            })
+            .boxed()
     }
 }
 

@@ -3,16 +3,17 @@
 //! In: the format, and later each configuration. Out: nothing but log lines. `RUST_LOG` in the environment wins over the
 //! configuration, for the one who debugs one pod.
 
-use std::env;
 use std::io::IsTerminal;
+use std::{env, fmt};
 
 use clap::ValueEnum;
 use pointsman_crds::settings::LogLevel;
 use tokio::sync::watch;
 use tracing::{info, warn};
+use tracing_subscriber::fmt::layer;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, reload};
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use crate::state::SyncState;
 
@@ -24,6 +25,15 @@ pub enum Format {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        })
+    }
 }
 
 /// Changes the level of a running agent.
@@ -43,9 +53,9 @@ pub fn start(format: Format) -> Level {
     let lines = match format {
         Format::Text => {
             let colours = std::io::stderr().is_terminal();
-            fmt::layer().with_ansi(colours).with_writer(std::io::stderr).boxed()
+            layer().with_ansi(colours).with_writer(std::io::stderr).boxed()
         }
-        Format::Json => fmt::layer().json().flatten_event(true).with_writer(std::io::stderr).boxed(),
+        Format::Json => layer().json().flatten_event(true).with_writer(std::io::stderr).boxed(),
     };
     tracing_subscriber::registry().with(filter).with(lines).init();
     Level { handle: handle.map(|()| reload) }

@@ -155,6 +155,7 @@ fn start(cli: Cli) -> anyhow::Result<()> {
                 state_directory: run.directories.state_dir,
                 sysctl_directory: run.sysctl_dir,
                 run_directory: run.directories.run_dir,
+                log_format: cli.log_format,
             };
             // Reading a cluster and writing a kernel keeps two threads busy at most; nodes have better uses for the others.
             let runtime =

@@ -1,8 +1,14 @@
 //! Metrics, under kube-proxy's names where the meaning is kube-proxy's, under `pointsman_` otherwise.
 //!
 //! In: what the sync loop and the HTTP handlers count, and the snapshot at the moment of a scrape. Out: Prometheus' text format.
+//! `docs/metrics.md` lists them, and a test holds both together.
 
-use std::sync::atomic::AtomicU64;
+mod client;
+mod process;
+mod register;
+mod slis;
+
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use prometheus_client::encoding::{EncodeLabelSet, prometheus_text};
@@ -15,10 +21,17 @@ use tokio::time::Instant;
 
 use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::Mode;
 
 use crate::conntrack::Report;
+use crate::healthcheck::Checks;
 use crate::kernel::{SyncFailure, Synced};
 use crate::state::{SyncState, Watches};
+
+pub use client::ClientMetrics;
+use process::ProcessMetrics;
+pub use slis::Probe;
+use slis::Slis;
 
 type FloatGauge = Gauge<f64, AtomicU64>;
 type Durations = Family<ByFamily, Histogram>;
@@ -57,6 +70,22 @@ struct ByListener {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByPolicy {
+    traffic_policy: &'static str,
+    ip_family: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByState {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BuildLabels {
+    version: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ConfigLabels {
     mode: String,
     assigned: String,
@@ -81,10 +110,29 @@ pub enum Changed {
     Endpoints,
 }
 
+/// What is looked at when somebody asks for the metrics.
+#[derive(Clone, Copy, Debug)]
+pub struct Scrape<'a> {
+    /// The sync loop's snapshot.
+    pub state: &'a SyncState,
+    /// The watches.
+    pub watches: &'a Watches,
+    /// The health checks of load balancers.
+    pub checks: &'a Checks,
+    /// Whether the kernel holds the assigned configuration.
+    pub ready: bool,
+    /// Now.
+    pub instant: Instant,
+}
+
 /// All metrics of one agent.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    /// Requests to the API server.
+    pub client: ClientMetrics,
+    process: ProcessMetrics,
+    slis: Slis,
     sync_duration: Durations,
     full_duration: Durations,
     partial_duration: Durations,
@@ -101,18 +149,24 @@ pub struct Metrics {
     livez: Family<ByCode, Counter>,
     restore_failures: Family<ByFamily, Counter>,
     partial_failures: Family<ByFamily, Counter>,
+    nft_failures: Family<ByFamily, Counter>,
+    no_local: Family<ByPolicy, Gauge>,
     rules: Family<ByTable, Gauge>,
     rules_written: Family<ByTable, Gauge>,
     failures: Family<ByReason, Counter>,
     consecutive_failures: Family<ByFamily, Gauge>,
     queue_age: Family<ByFamily, FloatGauge>,
-    foreign_changes: Gauge,
-    repairs: Gauge,
+    foreign_changes: Counter,
+    repairs: Counter,
     services: Gauge,
     endpoints: Gauge,
-    skipped: Gauge,
+    rules_held: Gauge,
+    skipped: Counter,
+    conflicts: Gauge,
     settings: Gauge,
     ready: Gauge,
+    build: Family<BuildLabels, Gauge>,
+    check_ports: Family<ByState, Gauge>,
     config: Family<ConfigLabels, Gauge>,
     watch_failing: Family<ByResource, Gauge>,
     listener_up: Family<ByListener, Gauge>,
@@ -132,6 +186,9 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut metrics = Self {
             registry: Registry::default(),
+            client: ClientMetrics::default(),
+            process: ProcessMetrics::default(),
+            slis: Slis::default(),
             sync_duration: Family::new_with_constructor(sync_histogram),
             full_duration: Family::new_with_constructor(sync_histogram),
             partial_duration: Family::new_with_constructor(sync_histogram),
@@ -148,142 +205,38 @@ impl Default for Metrics {
             livez: Family::default(),
             restore_failures: Family::default(),
             partial_failures: Family::default(),
+            nft_failures: Family::default(),
+            no_local: Family::default(),
             rules: Family::default(),
             rules_written: Family::default(),
             failures: Family::default(),
             consecutive_failures: Family::default(),
             queue_age: Family::default(),
-            foreign_changes: Gauge::default(),
-            repairs: Gauge::default(),
+            foreign_changes: Counter::default(),
+            repairs: Counter::default(),
             services: Gauge::default(),
             endpoints: Gauge::default(),
-            skipped: Gauge::default(),
+            rules_held: Gauge::default(),
+            skipped: Counter::default(),
+            conflicts: Gauge::default(),
             settings: Gauge::default(),
             ready: Gauge::default(),
+            build: Family::default(),
+            check_ports: Family::default(),
             config: Family::default(),
             watch_failing: Family::default(),
             listener_up: Family::default(),
         };
         metrics.register_proxy();
         metrics.register_own();
+        metrics.client.register(&mut metrics.registry);
+        metrics.process.register(&mut metrics.registry);
+        metrics.build.get_or_create(&BuildLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
         metrics
     }
 }
 
 impl Metrics {
-    /// kube-proxy's names. The library appends `_total` to counters, so they are registered without it; the gauges whose name
-    /// ends in `_total` are kube-proxy's own choice.
-    fn register_proxy(&mut self) {
-        let to = self.registry.sub_registry_with_prefix("kubeproxy");
-        to.register(
-            "sync_proxy_rules_duration_seconds",
-            "Duration of one write to the kernel",
-            self.sync_duration.clone(),
-        );
-        to.register(
-            "sync_full_proxy_rules_duration_seconds",
-            "Duration of one write of everything",
-            self.full_duration.clone(),
-        );
-        to.register(
-            "sync_partial_proxy_rules_duration_seconds",
-            "Duration of one write of what changed",
-            self.partial_duration.clone(),
-        );
-        to.register(
-            "network_programming_duration_seconds",
-            "Time from a change of endpoints in the API to the kernel",
-            self.programming.clone(),
-        );
-        to.register(
-            "conntrack_reconciler_sync_duration_seconds",
-            "Duration of one run over the connection tracking entries",
-            self.flows_duration.clone(),
-        );
-        to.register(
-            "conntrack_reconciler_deleted_entries",
-            "Connection tracking entries deleted because their endpoints are gone",
-            self.flows_deleted.clone(),
-        );
-        to.register(
-            "sync_proxy_rules_last_timestamp_seconds",
-            "When the last write succeeded",
-            self.last_sync.clone(),
-        );
-        to.register(
-            "sync_proxy_rules_last_queued_timestamp_seconds",
-            "When the last change was queued",
-            self.last_queued.clone(),
-        );
-        to.register(
-            "sync_proxy_rules_service_changes_pending",
-            "Service changes that are not in the kernel yet",
-            self.service_pending.clone(),
-        );
-        to.register("sync_proxy_rules_service_changes", "Service changes seen", self.service_changes.clone());
-        to.register(
-            "sync_proxy_rules_endpoint_changes_pending",
-            "EndpointSlice changes that are not in the kernel yet",
-            self.endpoint_pending.clone(),
-        );
-        to.register(
-            "sync_proxy_rules_endpoint_changes",
-            "EndpointSlice changes seen",
-            self.endpoint_changes.clone(),
-        );
-        to.register("proxy_healthz", "Answers on /healthz", self.healthz.clone());
-        to.register("proxy_livez", "Answers on /livez", self.livez.clone());
-        to.register(
-            "sync_proxy_rules_iptables_restore_failures",
-            "Failed iptables-restore runs",
-            self.restore_failures.clone(),
-        );
-        to.register(
-            "sync_proxy_rules_iptables_partial_restore_failures",
-            "Failed iptables-restore runs that held only what changed",
-            self.partial_failures.clone(),
-        );
-        to.register("sync_proxy_rules_iptables_total", "iptables rules that we hold", self.rules.clone());
-        to.register(
-            "sync_proxy_rules_iptables_last",
-            "iptables rules in the last write",
-            self.rules_written.clone(),
-        );
-    }
-
-    fn register_own(&mut self) {
-        let to = self.registry.sub_registry_with_prefix("pointsman");
-        to.register("sync_failures", "Failed writes to the kernel, by reason", self.failures.clone());
-        to.register(
-            "sync_consecutive_failures",
-            "Failed writes since the last success",
-            self.consecutive_failures.clone(),
-        );
-        to.register(
-            "sync_queue_age_seconds",
-            "Age of the oldest change that the kernel does not hold",
-            self.queue_age.clone(),
-        );
-        to.register(
-            "drift_foreign_changes",
-            "How often others changed our kernel state",
-            self.foreign_changes.clone(),
-        );
-        to.register("drift_repairs", "How often that was repaired", self.repairs.clone());
-        to.register("services", "Services in the plan", self.services.clone());
-        to.register("endpoints", "Endpoints in the plan", self.endpoints.clone());
-        to.register("objects_skipped", "Objects or parts of them that made no sense", self.skipped.clone());
-        to.register(
-            "settings_not_applied",
-            "Settings of the kernel that are not as configured",
-            self.settings.clone(),
-        );
-        to.register("ready", "Whether the kernel holds the assigned configuration", self.ready.clone());
-        to.register("config_info", "Mode and revisions", self.config.clone());
-        to.register("watch_failing", "Whether a watch only fails", self.watch_failing.clone());
-        to.register("listener_up", "Whether a port is listened on", self.listener_up.clone());
-    }
-
     /// An object has changed in a way that matters.
     pub fn changed(&self, changed: Changed) {
         match changed {
@@ -327,19 +280,23 @@ impl Metrics {
         }
     }
 
-    /// Writing one family failed.
-    pub fn failed(&self, family: IpFamily, failure: SyncFailure, full: bool) {
+    /// Writing one family failed, in the mode that it runs in.
+    pub fn failed(&self, mode: Option<Mode>, family: IpFamily, failure: SyncFailure, full: bool) {
         let reason = match failure {
             SyncFailure::LockTimeout => "LockTimeout",
             SyncFailure::RestoreFailed => "RestoreFailed",
             SyncFailure::ToolMissing => "ToolMissing",
             SyncFailure::SyncFailed => "SyncFailed",
         };
-        let ip_family = family_word(family);
-        self.failures.get_or_create(&ByReason { ip_family, reason }).inc();
-        self.restore_failures.get_or_create(&by_family(family)).inc();
+        let label = by_family(family);
+        self.failures.get_or_create(&ByReason { ip_family: label.ip_family, reason }).inc();
+        if mode == Some(Mode::Nftables) {
+            self.nft_failures.get_or_create(&label).inc();
+            return;
+        }
+        self.restore_failures.get_or_create(&label).inc();
         if !full {
-            self.partial_failures.get_or_create(&by_family(family)).inc();
+            self.partial_failures.get_or_create(&label).inc();
         }
     }
 
@@ -360,11 +317,24 @@ impl Metrics {
     /// `/healthz` answered.
     pub fn answered_healthz(&self, code: u16) {
         self.healthz.get_or_create(&ByCode { code }).inc();
+        self.slis.answered(Probe::Healthz, code == 200);
     }
 
     /// `/livez` answered.
     pub fn answered_livez(&self, code: u16) {
         self.livez.get_or_create(&ByCode { code }).inc();
+        self.slis.answered(Probe::Livez, code == 200);
+    }
+
+    /// `/readyz` answered.
+    pub fn answered_readyz(&self, code: u16) {
+        self.slis.answered(Probe::Readyz, code == 200);
+    }
+
+    /// `/metrics/slis`: what the probes say now, and how often they said what.
+    #[must_use]
+    pub fn render_slis(&self, now: [(Probe, bool); 3]) -> String {
+        self.slis.render(now)
     }
 
     /// A port is listened on, or cannot be.
@@ -374,7 +344,8 @@ impl Metrics {
 
     /// Everything, as Prometheus reads it.
     #[must_use]
-    pub fn render(&self, state: &SyncState, watches: &Watches, ready: bool, instant: Instant) -> String {
+    pub fn render(&self, scrape: Scrape<'_>) -> String {
+        let Scrape { state, watches, checks, ready, instant } = scrape;
         let whole = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
         for (&family, held) in &state.families {
             let age = held
@@ -385,13 +356,24 @@ impl Metrics {
                 .get_or_create(&by_family(family))
                 .set(i64::from(held.consecutive_failures));
         }
-        self.foreign_changes.set(i64::from(state.drift.foreign_changes));
-        self.repairs.set(i64::from(state.drift.repairs));
+        for (&family, count) in &state.no_local {
+            for (traffic_policy, count) in [("internal", count.internal), ("external", count.external)] {
+                let label = ByPolicy { traffic_policy, ip_family: family_word(family) };
+                self.no_local.get_or_create(&label).set(whole(count));
+            }
+        }
+        raise(&self.foreign_changes, state.drift.foreign_changes.into());
+        raise(&self.repairs, state.drift.repairs.into());
+        raise(&self.skipped, state.skipped);
         self.services.set(whole(state.services));
         self.endpoints.set(whole(state.endpoints));
-        self.skipped.set(i64::try_from(state.skipped).unwrap_or(i64::MAX));
+        self.rules_held.set(whole(state.rules));
+        self.conflicts.set(whole(state.conflicts));
         self.settings.set(whole(state.settings.len()));
         self.ready.set(i64::from(ready));
+        for (word, count) in [("open", checks.open()), ("failing", checks.problems().len())] {
+            self.check_ports.get_or_create(&ByState { state: word }).set(whole(count));
+        }
         for (source, watch) in &watches.0 {
             self.watch_failing
                 .get_or_create(&ByResource { resource: source.resource().0 })
@@ -405,13 +387,24 @@ impl Metrics {
             active: state.config.active.clone().unwrap_or_default(),
         };
         self.config.get_or_create(&labels).set(1);
-        let mut text = String::new();
-        if prometheus_text::encode(&mut text, &self.registry).is_err() {
-            // Writing to a String cannot fail; if an encoder ever refuses, an empty page says so.
-            text.clear();
-        }
-        text
+        self.process.read(state.started);
+        encode(&self.registry)
     }
+}
+
+/// Prometheus' text format.
+fn encode(registry: &Registry) -> String {
+    let mut text = String::new();
+    if prometheus_text::encode(&mut text, registry).is_err() {
+        // Writing to a String cannot fail; if an encoder ever refuses, an empty page says so.
+        text.clear();
+    }
+    text
+}
+
+/// Lets a counter follow one that is kept elsewhere.
+fn raise(counter: &Counter, to: u64) {
+    counter.inner().store(to, Ordering::Relaxed);
 }
 
 fn by_family(family: IpFamily) -> ByFamily {
@@ -424,53 +417,4 @@ fn now() -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeMap;
-
-    #[tokio::test(start_paused = true)]
-    async fn names_are_the_ones_that_dashboards_know() {
-        let metrics = Metrics::default();
-        let synced = Synced {
-            full: true,
-            rules: BTreeMap::from([((IpFamily::IPv4, "nat"), 12)]),
-            written: BTreeMap::from([((IpFamily::IPv4, "nat"), 3)]),
-            ..Synced::default()
-        };
-        metrics.changed(Changed::Service);
-        metrics.queued(&[IpFamily::IPv4]);
-        metrics.synced(IpFamily::IPv4, &synced, Duration::from_millis(3));
-        metrics.failed(IpFamily::IPv6, SyncFailure::LockTimeout, false);
-        metrics.programmed(&[IpFamily::IPv4], Duration::from_secs(2));
-        metrics.answered_healthz(200);
-        let mut state = SyncState::new(Timestamp::UNIX_EPOCH);
-        state.config.active = Some("default-0123456789".to_owned());
-        let text = metrics.render(&state, &Watches::default(), true, Instant::now());
-        for line in [
-            "kubeproxy_sync_proxy_rules_duration_seconds_bucket{ip_family=\"IPv4\",le=\"0.004\"} 1",
-            "kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"} 1",
-            "kubeproxy_network_programming_duration_seconds_bucket{ip_family=\"IPv4\",le=\"2\"} 1",
-            "kubeproxy_sync_proxy_rules_service_changes_total 1",
-            "kubeproxy_sync_proxy_rules_service_changes_pending 1",
-            "kubeproxy_sync_proxy_rules_iptables_total{table=\"nat\",ip_family=\"IPv4\"} 12",
-            "kubeproxy_sync_proxy_rules_iptables_last{table=\"nat\",ip_family=\"IPv4\"} 3",
-            "kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"} 1",
-            "kubeproxy_proxy_healthz_total{code=\"200\"} 1",
-            "pointsman_sync_failures_total{ip_family=\"IPv6\",reason=\"LockTimeout\"} 1",
-            "pointsman_ready 1",
-            "pointsman_config_info{mode=\"\",assigned=\"\",active=\"default-0123456789\"} 1",
-        ] {
-            assert!(text.lines().any(|it| it == line), "{line} is not in\n{text}");
-        }
-        assert!(!text.contains("_total_total"), "{text}");
-        metrics.drained();
-        let text = metrics.render(&state, &Watches::default(), true, Instant::now());
-        assert!(text.contains("service_changes_pending 0"));
-    }
-
-    #[test]
-    fn programming_buckets_are_those_of_kube_proxy() {
-        let coarse = (60..=115_u16).step_by(5).count() + (120..=300_u16).step_by(30).count();
-        assert_eq!(2 + 59 + coarse, 80);
-    }
-}
+mod tests;

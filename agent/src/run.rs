@@ -3,6 +3,7 @@
 //! In: where the API server is, which node this is, and where state is kept. Out: a running agent, until it is told to stop. It
 //! leaves all rules where they are.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use crate::events::objects::Objects;
 use crate::health::Pulse;
 use crate::healthcheck::{self, Checks};
 use crate::http::{Listener, Listeners, View, health_address, metrics_address};
-use crate::logging::Level;
+use crate::logging::{Format, Level};
 use crate::metrics::Metrics;
 use crate::model::Change;
 use crate::state::{NodeEligibility, SyncState, Watches};
@@ -53,6 +54,26 @@ pub struct Options {
     pub sysctl_directory: PathBuf,
     /// Holds the admin socket.
     pub run_directory: PathBuf,
+    /// How log lines look.
+    pub log_format: Format,
+}
+
+impl Options {
+    /// As the command line would say it, for `/flagz`.
+    fn flags(&self) -> BTreeMap<&'static str, String> {
+        let path = |path: &Path| path.display().to_string();
+        let endpoints: Vec<String> = self.access.endpoints.iter().map(ToString::to_string).collect();
+        BTreeMap::from([
+            ("node-name", self.node.clone()),
+            ("apiserver", endpoints.join(",")),
+            ("kubeconfig", self.access.kubeconfig.as_deref().map(path).unwrap_or_default()),
+            ("service-account-dir", path(&self.access.service_account)),
+            ("node-config-namespace", self.config_namespace.clone()),
+            ("state-dir", path(&self.state_directory)),
+            ("run-dir", path(&self.run_directory)),
+            ("log-format", self.log_format.to_string()),
+        ])
+    }
 }
 
 /// Why the agent does not run.
@@ -76,7 +97,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(RunError::Signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(RunError::Signals)?;
     info!(version = env!("CARGO_PKG_VERSION"), node = options.node, "pointsman-agent starts");
-    let client = options.access.client().await?;
+    let metrics = Arc::new(Metrics::default());
+    let client = options.access.client(metrics.client.clone()).await?;
 
     let checkpoint = Checkpoint::new(&options.state_directory);
     let kept = checkpoint.load().unwrap_or_else(|error| {
@@ -87,9 +109,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let watches = watch::Sender::new(Watches::default());
     let eligibility = watch::Sender::new(NodeEligibility::default());
     let listeners = watch::Sender::new(Listeners::new());
-    let metrics = Arc::new(Metrics::default());
     let pulse = Arc::new(Pulse::default());
-    let identity = Arc::new(identity().await);
+    let identity = Arc::new(identity(options.flags()).await);
     let (inputs, queue) = mpsc::channel(sync::QUEUE);
     let checks = Checks::default();
     let objects = Objects::start(client.clone(), &options.node);
@@ -197,7 +218,7 @@ async fn serve_admin(directory: PathBuf, view: View) {
     }
 }
 
-async fn identity() -> Identity {
+async fn identity(flags: BTreeMap<&'static str, String>) -> Identity {
     let kernel_version = std::fs::read_to_string(Path::new("/proc/sys/kernel/osrelease"))
         .ok()
         .map(|text| text.trim().to_owned());
@@ -206,6 +227,7 @@ async fn identity() -> Identity {
         kernel_version,
         nft_version: nft_version().await,
         supported_modes: sync::node::MODES.to_vec(),
+        flags,
     }
 }
 

@@ -127,14 +127,36 @@ async fn readyz_says_why_not() {
 }
 
 #[tokio::test]
-async fn hz_5_mode_and_configuration_can_be_asked_for() {
-    let rig = rig();
+async fn hz_5_the_metrics_port_has_every_page_of_kube_proxys() {
+    let mut rig = rig();
+    let identity = Identity {
+        version: "1.2.3".to_owned(),
+        flags: BTreeMap::from([("node-name", "n1".to_owned())]),
+        ..Identity::default()
+    };
+    rig.view.identity = Arc::new(identity);
     assert_eq!(rig.view.proxy_mode().status(), 503);
     assert_eq!(rig.view.configz().status(), 503);
     rig.make_ready();
-    assert_eq!(rig.view.proxy_mode().body(), "iptables");
-    let config: serde_json::Value = serde_json::from_str(rig.view.configz().body()).unwrap();
-    assert_eq!(config["agent.pointsman.dev"]["healthzPort"], 10256);
+    let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = socket.local_addr().unwrap().port();
+    tokio::spawn(serve(socket, rig.view.metrics_routes(), std::future::pending()));
+    for (path, expected) in [
+        ("/proxyMode", "\r\n\r\niptables"),
+        ("/healthz", "\r\n\r\nok"),
+        ("/configz", "{\"agent.pointsman.dev\":{"),
+        ("/configz", "\"healthzPort\":10256"),
+        ("/statusz", "Binary version: 1.2.3\n"),
+        ("/statusz", "Started: 1970-01-01T00:00:00Z\nUp: "),
+        ("/flagz", "\nnode-name=n1\n"),
+        ("/metrics", "\npointsman_ready 1\n"),
+        ("/metrics/slis", "\nkubernetes_healthcheck{name=\"proxy\",type=\"readyz\"} 1\n"),
+    ] {
+        let answer = get(port, path).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.0 200 OK") && answer.contains(expected), "{path}: {answer}");
+    }
+    let answer = get(port, "/debug/pprof").await.unwrap();
+    assert!(answer.starts_with("HTTP/1.0 404") && answer.contains("/metrics/slis"), "{answer}");
 }
 
 #[tokio::test]

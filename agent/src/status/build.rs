@@ -3,6 +3,7 @@
 //! In: the sync loop's snapshot, the state of the watches, what the node offers, the conditions last written. Out: the
 //! status to write. A pure function: the same input gives the same status, whenever and wherever it runs.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -32,6 +33,8 @@ pub struct Identity {
     pub nft_version: Option<String>,
     /// Modes that this node can run.
     pub supported_modes: Vec<Mode>,
+    /// The flags that the agent was started with, defaults included; none is a secret.
+    pub flags: BTreeMap<&'static str, String>,
 }
 
 /// What a status is made of.

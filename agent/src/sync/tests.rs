@@ -391,7 +391,7 @@ async fn a_deleted_service_is_taken_out_and_counted() {
     rig.tell(Input::Change(Change::ServiceDeleted(ObjectName::new("shop", "web")))).await;
     sleep(Duration::from_secs(2)).await;
     assert_eq!(rig.writes().last().unwrap().services, 0);
-    let text = rig.metrics.render(&rig.now(), &crate::state::Watches::default(), true, Instant::now());
+    let text = rig.scrape();
     assert!(text.contains("kubeproxy_sync_proxy_rules_service_changes_total 2"), "{text}");
     assert!(text.contains("kubeproxy_sync_proxy_rules_service_changes_pending 0"), "{text}");
 }
@@ -404,7 +404,7 @@ async fn ct_10_settings_follow_the_configuration_live_and_keep_nobody_from_servi
     let state = rig.now();
     assert!(state.config.active.is_some() && state.error().is_none(), "it serves without");
     assert_eq!(state.settings, ["nf_conntrack_max is 1, should be 2"]);
-    let text = rig.metrics.render(&state, &crate::state::Watches::default(), true, Instant::now());
+    let text = rig.scrape();
     assert!(text.contains("pointsman_settings_not_applied 1"), "{text}");
     sleep(Duration::from_secs(61)).await;
     assert_eq!(rig.now().settings, Vec::<String>::new(), "tried again with the next look");

@@ -114,7 +114,7 @@ impl<P: Platform> Engine<P> {
     }
 
     fn fail(&mut self, error: SyncError, full: bool) {
-        self.outside.metrics.failed(error.family, error.failure, full);
+        self.outside.metrics.failed(self.state.mode, error.family, error.failure, full);
         let held = self.state.families.entry(error.family).or_default();
         held.oldest_queued.get_or_insert_with(Instant::now);
         held.consecutive_failures = held.consecutive_failures.saturating_add(1);

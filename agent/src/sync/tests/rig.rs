@@ -21,10 +21,10 @@ use crate::events::objects::{ObjectNews, Objects};
 use crate::health::Pulse;
 use crate::healthcheck::Checks;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Scrape};
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan};
-use crate::state::{Source, SyncState};
+use crate::state::{Source, SyncState, Watches};
 use crate::sync::{Dataplane, Engine, Input, Opened, Outside, Platform, QUEUE};
 use crate::sysctl::Settings;
 
@@ -283,6 +283,17 @@ impl Rig {
 
     pub fn writes(&self) -> Vec<Write> {
         self.script.lock().unwrap().writes.clone()
+    }
+
+    /// What the metrics say.
+    pub fn scrape(&self) -> String {
+        self.metrics.render(Scrape {
+            state: &self.now(),
+            watches: &Watches::default(),
+            checks: &self.checks,
+            ready: true,
+            instant: Instant::now(),
+        })
     }
 
     pub fn now(&self) -> SyncState {
