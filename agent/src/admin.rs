@@ -130,6 +130,7 @@ fn state_json(view: &View) -> Value {
             "lastDiff": state.drift.last_diff,
         },
         "skipped": state.skipped,
+        "conflicts": state.conflicts,
         "watches": watches,
         "listeners": *view.listeners.borrow(),
         "healthChecks": {"open": view.checks.open(), "problems": view.checks.problems()},

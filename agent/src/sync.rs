@@ -13,6 +13,7 @@ mod flows;
 mod latency;
 pub mod node;
 mod schedule;
+mod trial;
 mod write;
 
 use pointsman_crds::NodeProxyConfiguration;

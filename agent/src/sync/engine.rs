@@ -14,12 +14,14 @@ use tracing::{error, info, warn};
 use super::flows::Flows;
 use super::latency::Latency;
 use super::schedule::Schedule;
+use super::trial::Trial;
 use super::{Dataplane, Input, Opened, Platform};
 use crate::config::checkpoint::Checkpoint;
-use crate::config::{Assessment, Candidate};
+use crate::config::{Assessment, Candidate, Rejection};
 use crate::events::objects::{ObjectNews, Objects};
-use crate::health::Pulse;
+use crate::health::{FAILURES, Pulse};
 use crate::healthcheck::Checks;
+use crate::kernel::SyncFailure;
 use crate::metrics::{Changed, Metrics};
 use crate::model::{Change, Dirty, Model, NodeFacts, ObjectName, family_of};
 use crate::plan::{Changes, Plan};
@@ -105,6 +107,8 @@ pub struct Engine<P: Platform> {
     pub(super) flows: Flows,
     /// The configuration to have in the kernel.
     target: Option<Candidate>,
+    /// Whether the kernel takes it.
+    pub(super) trial: Trial,
     /// Changes of the plan that the kernel does not hold yet.
     pub(super) pending: Changes,
     /// Whether the plan has been made from the complete lists.
@@ -130,6 +134,7 @@ impl<P: Platform> Engine<P> {
             settings: None,
             flows: Flows::default(),
             target: None,
+            trial: Trial::new(checkpoint.clone()),
             pending: Changes::default(),
             planned: false,
             must_write: false,
@@ -324,6 +329,9 @@ impl<P: Platform> Engine<P> {
         match assessment.outcome {
             Ok(candidate) => {
                 config.assigned_hash = Some(candidate.hash.clone());
+                if self.trial.refuses(&candidate) {
+                    return;
+                }
                 config.rejected = None;
                 if self.target.as_ref() != Some(&candidate) {
                     info!(
@@ -331,6 +339,7 @@ impl<P: Platform> Engine<P> {
                         hash = candidate.hash,
                         "a configuration is assigned"
                     );
+                    self.trial.begin();
                     self.aim(candidate);
                 }
             }
@@ -345,6 +354,31 @@ impl<P: Platform> Engine<P> {
                 config.rejected = Some((assessment.assigned, rejection));
             }
         }
+    }
+
+    /// Goes back to the last known good configuration, if the one in force was not written for a reason that may be its own.
+    pub(super) fn reconsider(&mut self, failure: SyncFailure) {
+        let Some(running) = &self.running else { return };
+        let Some(next) = self.trial.failed(&running.candidate, failure) else { return };
+        let given_up = running.candidate.clone();
+        if self.trial.refuses(&given_up) {
+            let why = self.state.error().map(ToString::to_string).unwrap_or_default();
+            let message = format!(
+                "{} was not written {FAILURES} times in a row, the last time because of {why}; going back to {}; it is not tried \
+                 again before it is changed or the agent restarts",
+                given_up.revision, next.revision
+            );
+            error!(revision = given_up.revision, "{message}");
+            let rejection = Rejection { reason: "RolledBackToLastGood", message };
+            self.state.config.rejected = Some((Some(given_up.revision), rejection));
+        } else {
+            warn!(
+                revision = next.revision,
+                "the last known good configuration is not written either; trying this one again"
+            );
+            self.state.config.rejected = None;
+        }
+        self.aim(next);
     }
 
     /// Makes `candidate` what the kernel is to hold.

@@ -2,6 +2,7 @@
 
 mod reports;
 mod rig;
+mod trials;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -40,10 +40,14 @@ impl<P: Platform> Engine<P> {
         if !errors.is_empty() {
             // Not consumed: a failed write may have reached the kernel in part.
             self.pending = changes;
+            let failure = errors.first().map(|error| error.failure);
             for error in errors {
                 self.fail(error, synced.full);
             }
             self.schedule.failed(random::fraction());
+            if let Some(failure) = failure {
+                self.reconsider(failure);
+            }
             return;
         }
         debug!(?took, full = synced.full, rules = synced.total_rules(), "the kernel was written");
@@ -143,6 +147,7 @@ impl<P: Platform> Engine<P> {
         if !differences.is_empty() {
             warn!("read back after writing, the kernel differs: {}", show(&differences));
             if !self.repair().await {
+                self.reconsider(SyncFailure::SyncFailed);
                 return;
             }
         }
@@ -201,6 +206,7 @@ impl<P: Platform> Engine<P> {
 
     async fn activate(&mut self) {
         let Some(target) = self.running.as_ref().map(|running| running.candidate.clone()) else { return };
+        self.trial.succeeded(&target);
         let config = &mut self.state.config;
         if config.active_hash.as_ref() == Some(&target.hash)
             && config.active.as_ref() == Some(&target.revision)

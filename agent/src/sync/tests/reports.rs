@@ -30,7 +30,7 @@ async fn balanced(rig: &Rig, ready: bool) {
     rig.tell(Input::Change(Change::SliceApplied(Box::new(slice)))).await;
 }
 
-async fn begin() -> Rig {
+pub async fn begin() -> Rig {
     let rig = rig();
     rig.begin().await;
     let facts = NodeFacts {

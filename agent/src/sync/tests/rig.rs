@@ -75,6 +75,8 @@ pub struct Script {
     pub settings: Vec<Settings>,
     pub settings_fail: usize,
     pub needs_full: bool,
+    /// The kernel does not take configurations with this bit.
+    pub refused_bit: Option<u8>,
 }
 
 pub type Shared = Arc<Mutex<Script>>;
@@ -86,12 +88,14 @@ impl Dataplane for Fake {
         let (takes, failure) = {
             let mut script = self.0.lock().unwrap();
             let failure = script.failures.pop_front().or(script.broken);
+            let bit = plan.config().masquerade.bit;
+            let failure = failure.or((script.refused_bit == Some(bit)).then_some(SyncFailure::RestoreFailed));
             script.attempts.push(Instant::now());
             script.writes.push(Write {
                 at: Instant::now(),
                 ports: changes.ports.len(),
                 services: plan.services(),
-                masquerade_bit: plan.config().masquerade.bit,
+                masquerade_bit: bit,
                 ok: failure.is_none(),
             });
             (script.takes, failure)
