@@ -1,7 +1,7 @@
 //! Events on the Node, for those who look there first.
 //!
 //! In: each status that is derived. Out: an Event when the node stops or starts being Ready, when a configuration is
-//! refused, and when what others changed in our kernel state was repaired. Only transitions count, and the same news is told at most
+//! refused, when what others changed in our kernel state was repaired, and when a port is taken. Only transitions count, and the same news is told at most
 //! once in ten minutes: a flapping node is one story. [`objects`] has the Events on Services.
 
 pub mod objects;
@@ -18,6 +18,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 
+use crate::http::Listeners;
 use crate::status::build::condition;
 
 /// Who says it, in `reportingController`.
@@ -44,6 +45,7 @@ pub struct Events {
     last_ready: Option<Condition>,
     last_refusal: Option<Condition>,
     last_repairs: i32,
+    last_listeners: Listeners,
     told: HashMap<String, Instant>,
 }
 
@@ -66,7 +68,14 @@ impl Events {
     }
 
     fn to(queue: mpsc::Sender<News>) -> Self {
-        Self { queue, last_ready: None, last_refusal: None, last_repairs: 0, told: HashMap::new() }
+        Self {
+            queue,
+            last_ready: None,
+            last_refusal: None,
+            last_repairs: 0,
+            last_listeners: Listeners::new(),
+            told: HashMap::new(),
+        }
     }
 
     /// Compares `status` with the one before.
@@ -102,6 +111,23 @@ impl Events {
         }
         self.last_ready = ready;
         self.last_refusal = refusal;
+    }
+
+    /// Compares what hinders the ports with what did before. The reasons are kube-proxy's.
+    pub fn observe_listeners(&mut self, listeners: &Listeners) {
+        for (&name, problem) in listeners {
+            let Some(problem) = problem else { continue };
+            if self.last_listeners.get(name).is_some_and(Option::is_some) {
+                continue;
+            }
+            let reason = if name == "metrics" {
+                "FailedToStartMetricServer"
+            } else {
+                "FailedToStartProxierHealthcheck"
+            };
+            self.tell(true, reason, problem);
+        }
+        self.last_listeners.clone_from(listeners);
     }
 
     fn tell(&mut self, warning: bool, reason: &str, note: &str) {
@@ -216,6 +242,17 @@ pub(crate) mod tests {
         assert_eq!((news.warning, news.reason.as_str()), (true, "DriftRepaired"));
         assert!(news.note.ends_with("chain KUBE-SERVICES is missing"), "{}", news.note);
         assert!(receiver.try_recv().is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_port_that_is_taken_is_told_once() {
+        let (mut events, mut receiver) = unsent();
+        let taken = Listeners::from([("healthz", Some("in use".to_owned())), ("metrics", None)]);
+        events.observe_listeners(&taken);
+        events.observe_listeners(&taken);
+        events
+            .observe_listeners(&Listeners::from([("healthz", None), ("metrics", Some("in use".to_owned()))]));
+        assert_eq!(reasons(&mut receiver), ["FailedToStartProxierHealthcheck", "FailedToStartMetricServer"]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -150,6 +150,7 @@ pub struct Metrics {
     restore_failures: Family<ByFamily, Counter>,
     partial_failures: Family<ByFamily, Counter>,
     nft_failures: Family<ByFamily, Counter>,
+    invalid_dropped: Counter,
     no_local: Family<ByPolicy, Gauge>,
     rules: Family<ByTable, Gauge>,
     rules_written: Family<ByTable, Gauge>,
@@ -206,6 +207,7 @@ impl Default for Metrics {
             restore_failures: Family::default(),
             partial_failures: Family::default(),
             nft_failures: Family::default(),
+            invalid_dropped: Counter::default(),
             no_local: Family::default(),
             rules: Family::default(),
             rules_written: Family::default(),
@@ -365,6 +367,7 @@ impl Metrics {
         raise(&self.foreign_changes, state.drift.foreign_changes.into());
         raise(&self.repairs, state.drift.repairs.into());
         raise(&self.skipped, state.skipped);
+        raise(&self.invalid_dropped, state.invalid_dropped);
         self.services.set(whole(state.services));
         self.endpoints.set(whole(state.endpoints));
         self.rules_held.set(whole(state.rules));

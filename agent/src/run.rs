@@ -155,6 +155,7 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         (*identity).clone(),
         state.subscribe(),
         watches.subscribe(),
+        listeners.subscribe(),
         Events::start(client, &options.node),
     );
     tasks.spawn(writer.run());

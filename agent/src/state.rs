@@ -205,6 +205,8 @@ pub struct SyncState {
     pub latency: LatencyState,
     /// Objects and parts of objects that were skipped because they make no sense.
     pub skipped: u64,
+    /// Packets dropped because connection tracking calls them invalid.
+    pub invalid_dropped: u64,
     /// Services that name a frontend which another one has.
     pub conflicts: usize,
     /// Service ports whose policy Local finds no endpoint on this node, by family.
@@ -234,6 +236,7 @@ impl SyncState {
             settings: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,
+            invalid_dropped: 0,
             conflicts: 0,
             no_local: BTreeMap::new(),
         }

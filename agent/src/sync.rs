@@ -16,6 +16,8 @@ mod schedule;
 mod trial;
 mod write;
 
+use std::collections::BTreeMap;
+
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::Mode;
@@ -68,6 +70,12 @@ pub trait Dataplane: Send + 'static {
 
     /// Writes what the last [`Dataplane::verify`] has found to differ, and nothing else.
     fn repair(&mut self, plan: &Plan) -> impl Future<Output = Vec<SyncError>> + Send;
+
+    /// Packets dropped because connection tracking calls them invalid, by family, as far as this mode counts them; from zero again
+    /// when the rule is written anew.
+    fn invalid_dropped(&mut self) -> impl Future<Output = BTreeMap<IpFamily, u64>> + Send {
+        std::future::ready(BTreeMap::new())
+    }
 
     /// Finds out cheaply whether the kernel could be written now, without changing anything.
     fn probe(&mut self, plan: &Plan) -> impl Future<Output = Result<(), SyncError>> + Send;

@@ -196,7 +196,7 @@ async fn another_proxy_name_is_another_watch_that_takes_away_the_old_services() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_own_node_counts_when_it_is_there() {
+async fn hz_2_the_own_node_counts_when_it_is_there_and_is_to_stay() {
     let mut rig = rig();
     tokio::spawn(rig.watching.clone().own_node());
     let node = |taints: Value| {
@@ -205,7 +205,8 @@ async fn the_own_node_counts_when_it_is_there() {
             "spec": {"taints": taints},
         }})
     };
-    let uri = rig.answer(&[end_of_list("Node"), node(json!([]))]).await;
+    let other = json!([{"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}]);
+    let uri = rig.answer(&[end_of_list("Node"), node(other)]).await;
     assert!(uri.contains("fieldSelector=metadata.name%3Dn1"), "{uri}");
     rig.settle().await;
     assert_eq!(rig.told(), ["node n1", "listed the Node"]);

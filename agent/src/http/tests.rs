@@ -93,22 +93,35 @@ async fn eventually<T, F: Future<Output = Option<T>>>(mut ask: impl FnMut() -> F
 }
 
 #[tokio::test]
-async fn healthz_speaks_of_the_node_and_livez_does_not() {
+async fn hz_2_3_4_healthz_speaks_of_the_node_and_livez_does_not() {
     let rig = rig();
     rig.make_ready();
     let healthz = rig.view.healthz();
     assert_eq!(healthz.status(), 200);
     assert_eq!(healthz.headers()["content-type"], "application/json");
     assert!(healthz.body().contains("\"nodeEligible\":true"), "{}", healthz.body());
-    rig.node.send_modify(|node| node.to_be_deleted = true);
-    assert_eq!(rig.view.healthz().status(), 503);
+    let sound = *rig.node.borrow();
+    for node in [
+        NodeEligibility { to_be_deleted: true, ..sound },
+        NodeEligibility { deleting: true, ..sound },
+        NodeEligibility::default(),
+    ] {
+        rig.node.send_replace(node);
+        let healthz = rig.view.healthz();
+        assert_eq!(healthz.status(), 503, "{node:?}");
+        assert!(healthz.body().contains("\"nodeEligible\":false"), "{}", healthz.body());
+        assert!(healthz.body().contains("\"healthy\":true"), "the proxy itself is: {}", healthz.body());
+        assert!(
+            healthz.body().contains("\"lastUpdated\":\"") && healthz.body().contains("\"currentTime\":\"")
+        );
+    }
     let livez = rig.view.livez();
     assert_eq!(livez.status(), 200);
     assert!(!livez.body().contains("nodeEligible"), "{}", livez.body());
     let metrics = rig.view.metrics().into_body();
     for line in [
         "kubeproxy_proxy_healthz_total{code=\"200\"} 1",
-        "kubeproxy_proxy_healthz_total{code=\"503\"} 1",
+        "kubeproxy_proxy_healthz_total{code=\"503\"} 3",
         "kubeproxy_proxy_livez_total{code=\"200\"} 1",
         "pointsman_ready 1",
     ] {

@@ -7,6 +7,7 @@
 
 mod batch;
 mod cleanup;
+mod counters;
 mod dataplane;
 mod ear;
 mod ipvs;

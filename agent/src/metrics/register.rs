@@ -81,6 +81,11 @@ impl Metrics {
             self.nft_failures.clone(),
         );
         to.register(
+            "iptables_ct_state_invalid_dropped_packets",
+            "Packets dropped because connection tracking calls them invalid",
+            self.invalid_dropped.clone(),
+        );
+        to.register(
             "sync_proxy_rules_no_local_endpoints_total",
             "Service ports with policy Local that have endpoints on other nodes only",
             self.no_local.clone(),

@@ -41,6 +41,7 @@ fn state() -> SyncState {
     state.skipped = 5;
     state.conflicts = 6;
     state.rules = 7;
+    state.invalid_dropped = 8;
     state
 }
 
@@ -68,6 +69,7 @@ async fn names_are_the_ones_that_dashboards_know() {
         "kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family=\"IPv6\"} 1",
         "kubeproxy_sync_proxy_rules_no_local_endpoints_total{traffic_policy=\"external\",ip_family=\"IPv4\"} 4",
         "kubeproxy_conntrack_reconciler_deleted_entries_total{ip_family=\"IPv4\"} 2",
+        "kubeproxy_iptables_ct_state_invalid_dropped_packets_total 8",
         "kubeproxy_proxy_healthz_total{code=\"200\"} 1",
         "pointsman_sync_failures_total{ip_family=\"IPv6\",reason=\"LockTimeout\"} 1",
         "pointsman_sync_consecutive_failures{ip_family=\"IPv4\"} 2",

@@ -21,6 +21,7 @@ use tracing::{debug, error, info, warn};
 use super::build::{Identity, Inputs, build, is_ready, meaningful};
 use super::pacing::{Need, Pacing};
 use crate::events::Events;
+use crate::http::Listeners;
 use crate::random;
 use crate::state::{SyncState, Watches};
 
@@ -77,6 +78,7 @@ pub struct Writer {
     identity: Identity,
     state: watch::Receiver<SyncState>,
     watches: watch::Receiver<Watches>,
+    listeners: watch::Receiver<Listeners>,
     events: Events,
     known: Option<Known>,
     written: Option<ProxyNodeStatusStatus>,
@@ -101,6 +103,7 @@ impl Writer {
         identity: Identity,
         state: watch::Receiver<SyncState>,
         watches: watch::Receiver<Watches>,
+        listeners: watch::Receiver<Listeners>,
         events: Events,
     ) -> Self {
         Self {
@@ -109,6 +112,7 @@ impl Writer {
             identity,
             state,
             watches,
+            listeners,
             events,
             known: None,
             written: None,
@@ -122,11 +126,13 @@ impl Writer {
         loop {
             let status = self.status();
             self.events.observe(&status);
+            self.events.observe_listeners(&self.listeners.borrow_and_update());
             let need = self.need(&status);
             tokio::select! {
                 () = sleep_until(pacing.due(need)) => self.attempt(&status, need, &mut pacing).await,
                 changed = self.state.changed() => if changed.is_err() { return },
                 changed = self.watches.changed() => if changed.is_err() { return },
+                changed = self.listeners.changed() => if changed.is_err() { return },
                 () = sleep(REBUILD) => {}
             }
         }

@@ -19,6 +19,7 @@ struct Rig {
     handle: Handle,
     state: watch::Sender<SyncState>,
     _watches: watch::Sender<Watches>,
+    _listeners: watch::Sender<Listeners>,
     _news: tokio::sync::mpsc::Receiver<events::News>,
     /// The status as the server holds it.
     held: Value,
@@ -47,9 +48,10 @@ fn rig(held: Value) -> Rig {
     let (state, receiver) = watch::channel(sound());
     let (watches, watching) = watch::channel(Watches::default());
     let (events, news) = events::tests::unsent();
-    let writer = Writer::new(client, "n1", Identity::default(), receiver, watching, events);
+    let (listeners, listening) = watch::channel(Listeners::new());
+    let writer = Writer::new(client, "n1", Identity::default(), receiver, watching, listening, events);
     tokio::spawn(writer.run());
-    Rig { handle, state, _watches: watches, _news: news, held }
+    Rig { handle, state, _watches: watches, _listeners: listeners, _news: news, held }
 }
 
 impl Rig {

@@ -1,6 +1,6 @@
 //! The loop itself.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -103,6 +103,8 @@ pub struct Engine<P: Platform> {
     pub(super) running: Option<Running<P::Dataplane>>,
     /// The kernel's settings, as they were asked for last.
     pub(super) settings: Option<Settings>,
+    /// What the kernel counted when it was last read.
+    pub(super) invalid_dropped: BTreeMap<IpFamily, u64>,
     /// UDP and SCTP flows, as of the last write.
     pub(super) flows: Flows,
     /// The configuration to have in the kernel.
@@ -132,6 +134,7 @@ impl<P: Platform> Engine<P> {
             schedule: Schedule::default(),
             running: None,
             settings: None,
+            invalid_dropped: BTreeMap::new(),
             flows: Flows::default(),
             target: None,
             trial: Trial::new(checkpoint.clone()),

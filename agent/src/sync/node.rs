@@ -2,6 +2,7 @@
 //!
 //! In: the configuration and the own Node. Out: a data plane, or the reason why this node cannot run what it is told to.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use pointsman_crds::NodeProxyConfiguration;
@@ -147,6 +148,10 @@ impl super::Dataplane for iptables::Dataplane {
 
     async fn changed(&mut self) {
         Self::changed(self).await;
+    }
+
+    async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
+        Self::invalid_dropped(self).await
     }
 
     async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {

@@ -263,6 +263,7 @@ impl<P: Platform> Engine<P> {
             self.adjust().await;
         }
         self.end_stale_flows().await;
+        self.count_dropped().await;
         if differences.is_empty() {
             self.state.drift.differs = false;
             self.state.drift.error = None;
@@ -288,6 +289,15 @@ impl<P: Platform> Engine<P> {
             info!("repaired");
         } else {
             self.state.drift.error = self.state.error().map(ToString::to_string);
+        }
+    }
+
+    /// Adds up what the kernel counts, which begins anew when a rule does.
+    async fn count_dropped(&mut self) {
+        let Some(running) = self.running.as_mut() else { return };
+        for (family, count) in running.dataplane.invalid_dropped().await {
+            let before = self.invalid_dropped.insert(family, count).unwrap_or_default();
+            self.state.invalid_dropped += if count < before { count } else { count - before };
         }
     }
 

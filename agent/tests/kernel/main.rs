@@ -5,6 +5,7 @@
 
 mod drift;
 mod engine;
+mod health;
 mod lifecycle;
 mod net;
 mod node;

@@ -105,3 +105,11 @@ async fn owners_are_told_what_is_not_served_and_who_has_what_they_name() {
     );
     assert_eq!((rig.now().skipped, rig.now().conflicts), (1, 1));
 }
+
+#[tokio::test(start_paused = true)]
+async fn dropped_packets_are_added_up_across_rules_that_are_written_anew() {
+    let rig = begin().await;
+    rig.script.lock().unwrap().dropped.extend([5, 7, 2, 2]);
+    sleep(Duration::from_mins(5)).await;
+    assert_eq!(rig.now().invalid_dropped, 9);
+}

@@ -77,6 +77,8 @@ pub struct Script {
     pub needs_full: bool,
     /// The kernel does not take configurations with this bit.
     pub refused_bit: Option<u8>,
+    /// What the next looks find counted.
+    pub dropped: VecDeque<u64>,
 }
 
 pub type Shared = Arc<Mutex<Script>>;
@@ -124,6 +126,11 @@ impl Dataplane for Fake {
             return Err(error(failure));
         }
         Ok(script.differences.pop_front().unwrap_or_default())
+    }
+
+    async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
+        let mut script = self.0.lock().unwrap();
+        script.dropped.pop_front().map(|packets| (IpFamily::IPv4, packets)).into_iter().collect()
     }
 
     async fn repair(&mut self, _: &Plan) -> Vec<SyncError> {
