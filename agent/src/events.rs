@@ -25,6 +25,8 @@ use crate::status::build::condition;
 const CONTROLLER: &str = "pointsman-agent";
 const AGAIN_AFTER: Duration = Duration::from_mins(10);
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// What an Event's note can hold, in bytes.
+const NOTE: usize = 1024;
 /// More news than this before the API server takes any of it is not worth keeping.
 const QUEUE: usize = 16;
 
@@ -154,7 +156,7 @@ async fn send(recorder: Recorder, regarding: ObjectReference, mut queue: mpsc::R
         let event = Event {
             type_: if news.warning { EventType::Warning } else { EventType::Normal },
             reason: news.reason,
-            note: Some(news.note),
+            note: Some(shortened(&news.note, NOTE).to_owned()),
             action: "ProgramServices".to_owned(),
             secondary: None,
         };
@@ -164,6 +166,11 @@ async fn send(recorder: Recorder, regarding: ObjectReference, mut queue: mpsc::R
             Err(_) => debug!("the event was not written: the API server did not answer"),
         }
     }
+}
+
+/// At most so many bytes, which is how the API server counts here.
+fn shortened(text: &str, bytes: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes)]
 }
 
 /// What could not be written is lost; that it never can be is for somebody to mend.

@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
 
-use super::{CONTROLLER, SEND_TIMEOUT, unwritten};
+use super::{CONTROLLER, NOTE, SEND_TIMEOUT, shortened, unwritten};
 use crate::model::{ObjectName, Skipped};
 use crate::random;
 
@@ -35,8 +35,6 @@ const BURST: u32 = 10;
 const REFILL: Duration = Duration::from_secs(30);
 /// More faults than this at a time are in the log only.
 const QUEUE: usize = 256;
-/// What an Event's note can hold.
-const NOTE: usize = 1024;
 
 /// Who finds the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -220,9 +218,8 @@ impl Teller {
 fn event(news: &ObjectNews, api_version: &str, uid: &str, node: &str, now: Timestamp) -> Event {
     let told_by = if news.scope == Scope::Node { node } else { "" };
     let digest = digest(&[uid, news.reason, &news.note, told_by]).map(|byte| format!("{byte:02x}")).concat();
-    // A name has at most 253 characters, and none of its parts ends with these.
-    let of: String = news.name.name.chars().take(230).collect();
-    let of = of.trim_end_matches(['-', '.']);
+    // A name has at most 253 bytes, and none of its parts ends with these.
+    let of = shortened(&news.name.name, 230).trim_end_matches(['-', '.']);
     Event {
         metadata: ObjectMeta {
             name: Some(format!("{of}.{digest}")),
@@ -231,19 +228,14 @@ fn event(news: &ObjectNews, api_version: &str, uid: &str, node: &str, now: Times
         },
         event_time: Some(MicroTime(now)),
         reporting_controller: Some(CONTROLLER.to_owned()),
-        reporting_instance: Some(node.chars().take(128).collect()),
+        reporting_instance: Some(shortened(node, 128).to_owned()),
         action: Some("ProgramServices".to_owned()),
         reason: Some(news.reason.to_owned()),
         type_: Some("Warning".to_owned()),
-        note: Some(
-            match news.scope {
-                Scope::Node => format!("node {node}: {}", news.note),
-                Scope::Cluster => news.note.clone(),
-            }
-            .chars()
-            .take(NOTE)
-            .collect(),
-        ),
+        note: Some(match news.scope {
+            Scope::Node => shortened(&format!("node {node}: {}", news.note), NOTE).to_owned(),
+            Scope::Cluster => shortened(&news.note, NOTE).to_owned(),
+        }),
         regarding: Some(ObjectReference {
             api_version: Some(api_version.to_owned()),
             kind: Some(news.kind.to_owned()),

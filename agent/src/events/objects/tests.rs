@@ -69,10 +69,10 @@ fn agents_make_one_event_of_one_fault_and_one_each_of_their_own() {
     let own = news("web", "the port is taken", Scope::Node);
     assert_ne!(of(&own, "n1").metadata.name, of(&own, "n2").metadata.name);
     assert_eq!(of(&own, "n1").note.as_deref(), Some("node n1: the port is taken"));
-    let long = of(&news(&"a-".repeat(126), &"x".repeat(5000), Scope::Node), "n1");
+    let long = of(&news(&"a-".repeat(126), &"ä".repeat(5000), Scope::Node), "n1");
     let name = long.metadata.name.unwrap();
     assert!(name.len() <= 253 && !name.contains("-."), "{name}");
-    assert_eq!(long.note.unwrap().chars().count(), NOTE);
+    assert!((NOTE - 1..=NOTE).contains(&long.note.unwrap().len()));
 }
 
 #[tokio::test]
