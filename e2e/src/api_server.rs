@@ -46,10 +46,17 @@ pub struct ApiServer {
 impl ApiServer {
     /// Starts etcd and kube-apiserver, building them first if need be, and waits until they serve.
     pub async fn start() -> Result<Self> {
-        let binary = artifacts::controlplane().await?;
         let address = free_loopback_address()?;
+        Self::start_at(address, address, None).await
+    }
+
+    /// The same at `address`, with etcd at `loopback`; both belong to this network namespace. A folder `data` with
+    /// what an earlier etcd has stored is used and left where it is.
+    pub async fn start_at(address: Ipv4Addr, loopback: Ipv4Addr, data: Option<&Path>) -> Result<Self> {
+        let binary = artifacts::controlplane().await?;
         let dir =
             tempfile::Builder::new().prefix("pointsman-api-").tempdir().context("a temporary folder")?.keep();
+        let data = data.map_or_else(|| dir.join("etcd"), Path::to_owned);
         let admin = Identity::admin();
         let pki = Pki::ensure(
             &dir.join("pki"),
@@ -59,7 +66,7 @@ impl ApiServer {
         )?;
         let kubeconfig = pki.kubeconfig(&admin);
         let plane = ControlPlane {
-            loopback: address,
+            loopback,
             address: IpAddr::V4(address),
             service_networks: "10.96.0.0/16,fd10:96::/112".into(),
             pod_networks: String::new(),
@@ -71,8 +78,7 @@ impl ApiServer {
         api.retain(|argument| !argument.starts_with("--advertise-address="));
         api.push("--advertise-address=192.0.2.1".into());
         api.push("--endpoint-reconciler-type=none".into());
-        let script =
-            GUARD.replace("%ETCD%", &words(plane.etcd(&dir.join("etcd")))).replace("%API%", &words(api));
+        let script = GUARD.replace("%ETCD%", &words(plane.etcd(&data))).replace("%API%", &words(api));
         let mut guard = command("sh", ["-c", &script, "pointsman-api-server"]);
         guard.arg(&dir).arg(&binary).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         // A Ctrl-C at the terminal must reach us, not the guard: it cleans up once we are gone.

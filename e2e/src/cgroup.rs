@@ -53,6 +53,12 @@ impl Cgroup {
         self.dirs.last().map(|dir| dir.join(SYSTEM).join("cgroup.procs")).unwrap_or_default()
     }
 
+    /// The folders of the system's own processes, one in each hierarchy.
+    #[must_use]
+    pub fn system_dirs(&self) -> Vec<PathBuf> {
+        self.dirs.iter().map(|dir| dir.join(SYSTEM)).collect()
+    }
+
     /// The processes in the cgroup and below it, in all hierarchies.
     #[must_use]
     pub fn processes(&self) -> Vec<i32> {

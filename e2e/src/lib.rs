@@ -3,12 +3,14 @@
 //! - [`up`] and [`cluster`]: a real Kubernetes on one machine, with nodes in network namespaces.
 //! - [`api_server`]: etcd and kube-apiserver only, for tests of the API.
 //! - [`checks`]: what a user of Services sees, asked from pods, nodes and outside by [`probe`].
+//! - [`bench`]: kube-proxy and Pointsman, measured.
 //! - [`release`]: the images of Pointsman itself; [`pointsman`]: its status and processes in a cluster.
 
 pub mod addons;
 pub mod api_server;
 pub mod archive;
 pub mod artifacts;
+pub mod bench;
 pub mod cgroup;
 pub mod checks;
 pub mod cluster;

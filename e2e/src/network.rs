@@ -80,13 +80,13 @@ async fn attach(layout: &Layout, name: &str) -> Result<()> {
 }
 
 /// Runs lines of `ip`, in a namespace or in ours.
-async fn ip(netns: Option<&Path>, script: &str) -> Result<()> {
+pub async fn ip(netns: Option<&Path>, script: &str) -> Result<()> {
     let mut ip = netns.map_or_else(|| Command::new("ip"), |netns| in_netns(netns, "ip"));
     output_with_input(ip.args(["-batch", "-"]), script).await.map(drop)
 }
 
 /// Writes kernel settings, one `path=value` a line; those this kernel lacks are skipped.
-async fn set(netns: &Path, settings: &str) -> Result<()> {
+pub async fn set(netns: &Path, settings: &str) -> Result<()> {
     let script = "while IFS== read -r key value; do
         [ -e /proc/sys/$key ] || continue; echo $value >/proc/sys/$key || exit 1
     done";

@@ -31,6 +31,20 @@ mount --bind "$dir/agent-state" /var/lib/pointsman-agent
 mount --make-rshared /
 "#;
 
+/// The configuration file of kube-proxy in `mode` on `node`: its defaults, but for what must be told.
+#[must_use]
+pub fn kube_proxy_configuration(mode: &str, node: &str, kubeconfig: &Path, pods: &str) -> serde_json::Value {
+    json!({
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+        "mode": mode,
+        "hostnameOverride": node,
+        "clientConnection": {"kubeconfig": kubeconfig},
+        "clusterCIDR": pods,
+        // Limits of the whole machine, which a namespace cannot set.
+        "conntrack": {"maxPerCore": 0, "min": 0},
+    })
+}
+
 /// One node of a cluster.
 #[derive(Debug, Clone)]
 pub struct Node {
@@ -215,15 +229,8 @@ state = "/run/containerd"
 
     /// The words that run kube-proxy in `mode`, after writing its configuration.
     pub fn kube_proxy(&self, binary: &Path, kubeconfig: &Path, mode: &str) -> Result<Vec<String>> {
-        let configuration = json!({
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-            "mode": mode,
-            "hostnameOverride": self.name,
-            "clientConnection": {"kubeconfig": kubeconfig},
-            "clusterCIDR": self.layout.pods().list(),
-            // Limits of the whole machine, which a namespace cannot set.
-            "conntrack": {"maxPerCore": 0, "min": 0},
-        });
+        let configuration =
+            kube_proxy_configuration(mode, &self.name, kubeconfig, &self.layout.pods().list());
         let path = self.dir().join("kube-proxy.json");
         write(&path, &configuration.to_string())?;
         let mut words = self.enter();

@@ -132,7 +132,7 @@ pub async fn build(part: Part, tag: &str, profile: &str) -> Result<PathBuf> {
 }
 
 /// Compiles the binary of a part; cargo knows whether there is anything to do.
-async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
+pub async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let package = part.binary();
     let mut build =

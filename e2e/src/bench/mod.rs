@@ -1,0 +1,260 @@
+//! kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services.
+//!
+//! - [`objects`]: the Services; [`traffic`]: endpoints and a client that measures; [`lab`]: the network.
+//! - [`program`]: how each is started; [`meter`]: what it uses; [`measure`]: what is done to it; [`report`]: the tables.
+//!
+//! In: [`Options`]. Out: a report in Markdown. A real API server holds the Services; it is filled once for each size, and
+//! what its store holds is kept in the cache for the next run. Everything that is started ends with this process,
+//! however that ends.
+
+pub mod lab;
+pub mod measure;
+pub mod meter;
+pub mod objects;
+pub mod program;
+pub mod report;
+pub mod traffic;
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Node};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client};
+use pointsman_crds::names::{ANNOTATION_CONFIG_HASH, CONFIG_KEY, LABEL_REVISION, NODE_CONFIG_NAMESPACE};
+use pointsman_crds::node_config::{config_hash, revision};
+use pointsman_crds::proxy_configuration::Drift;
+use pointsman_crds::{NodeProxyConfiguration, ProxyNodeStatus, ProxySettings, custom_resource_definitions};
+use serde_json::{Value, json};
+
+use self::lab::{API_ADDRESS, Lab, NODE_ADDRESS, NODE_PODS};
+use self::measure::{Effort, Run};
+use self::objects::Writer;
+use self::program::{Flavour, Kind, Mode, NODE, Setup};
+use crate::api_server::ApiServer;
+use crate::command::{command, output};
+use crate::pointsman::eventually;
+use crate::progress::step;
+use crate::stamp::{Inputs, cached};
+use crate::{artifacts, release};
+
+/// Where etcd listens.
+const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+/// What is to be measured.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The mode of both programs.
+    pub mode: Mode,
+    /// The flavour of the iptables tools.
+    pub flavour: Flavour,
+    /// Numbers of Services.
+    pub sizes: Vec<u32>,
+    /// The programs, in order.
+    pub kinds: Vec<Kind>,
+    /// How much is measured.
+    pub effort: Effort,
+    /// Where the logs of the programs are kept, if anywhere.
+    pub logs: Option<PathBuf>,
+}
+
+/// The programs, built.
+#[derive(Debug)]
+pub struct Programs {
+    controlplane: PathBuf,
+    agent: PathBuf,
+    profile: String,
+}
+
+impl Programs {
+    /// Builds what is missing: before [`lab::isolate`], since builders may need the network.
+    pub async fn build(kinds: &[Kind]) -> Result<Self> {
+        let profile = release::profile();
+        let agent = if kinds.contains(&Kind::Pointsman) {
+            release::compile(release::Part::Agent, &profile).await?
+        } else {
+            PathBuf::new()
+        };
+        Ok(Self { controlplane: artifacts::controlplane().await?, agent, profile })
+    }
+}
+
+/// Measures, in the network that [`lab::isolate`] has made. Returns a report.
+pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
+    let dir = tempfile::Builder::new().prefix("bench-").tempdir().context("a temporary folder")?;
+    let mut report = heading(options, programs).await?;
+    print!("{report}");
+    for binary in [&programs.controlplane, &programs.agent] {
+        // The pages of a binary are charged to who reads them first: that is us, not the program.
+        let _ = fs::read(binary);
+    }
+    let mut lab = Lab::new().await?;
+    traffic::serve(&lab)?;
+    for &size in &options.sizes {
+        let data = dir.path().join(format!("etcd-{size}"));
+        let server = filled_server(programs, size, &data).await?;
+        configure(&server.client(), options).await?;
+        let setup = Setup {
+            mode: options.mode,
+            flavour: options.flavour,
+            agent: programs.agent.clone(),
+            controlplane: programs.controlplane.clone(),
+            kubeconfig: server.kubeconfig().to_owned(),
+            dir: dir.path().to_owned(),
+        };
+        let mut columns = Vec::new();
+        for &kind in &options.kinds {
+            let run = Run::new(&setup, Writer::new(&server.client()), kind, size, options.effort);
+            let measured = step(&format!("{kind} at {size} Services"), run.measure(&mut lab)).await;
+            keep_logs(dir.path(), options.logs.as_deref())?;
+            columns.push((kind, measured?));
+        }
+        let table = report::table(size, &columns);
+        println!("\n{table}");
+        report.push('\n');
+        report.push_str(&table);
+        server.stop().await?;
+        fs::remove_dir_all(&data).with_context(|| format!("removing {}", data.display()))?;
+    }
+    Ok(report)
+}
+
+/// An API server that holds the Services. `data` is where etcd stores; it is copied from the cache, so that what a run
+/// changes is gone with it.
+async fn filled_server(programs: &Programs, size: u32, data: &Path) -> Result<ApiServer> {
+    let binary = programs.controlplane.file_name().unwrap_or_default().to_string_lossy();
+    let inputs = Inputs::new().word(&binary).word(&size.to_string()).word(include_str!("objects.rs"));
+    let archive = cached(&format!("bench-{size}.tar"), inputs, async |to| {
+        let fresh = data.with_extension("fresh");
+        let server = ApiServer::start_at(API_ADDRESS, LOOPBACK, Some(&fresh)).await?;
+        step(&format!("{size} Services created (once)"), objects::fill(&server.client(), size)).await?;
+        server.stop().await?;
+        output(
+            command("tar", ["--create", "--sparse", "--file"])
+                .arg(to)
+                .arg("--directory")
+                .arg(&fresh)
+                .arg("."),
+        )
+        .await?;
+        fs::remove_dir_all(&fresh).with_context(|| format!("removing {}", fresh.display()))
+    })
+    .await?;
+    fs::create_dir_all(data).with_context(|| format!("creating {}", data.display()))?;
+    output(command("tar", ["--extract", "--file"]).arg(archive).arg("--directory").arg(data)).await?;
+    step(&format!("API server with {size} Services"), ApiServer::start_at(API_ADDRESS, LOOPBACK, Some(data)))
+        .await
+}
+
+/// The Node, and what the operator would write for it.
+async fn configure(client: &Client, options: &Options) -> Result<()> {
+    let post = PostParams::default();
+    let nodes: Api<Node> = Api::all(client.clone());
+    let node = json!({"metadata": {"name": NODE}, "spec": {"podCIDR": NODE_PODS, "podCIDRs": [NODE_PODS]}});
+    nodes.create(&post, &serde_json::from_value(node)?).await?;
+    let addresses = json!({"status": {"addresses": [
+        {"type": "InternalIP", "address": NODE_ADDRESS}, {"type": "Hostname", "address": NODE},
+    ]}});
+    nodes.patch_status(NODE, &PatchParams::default(), &Patch::Merge(addresses)).await?;
+    for (_, definition) in custom_resource_definitions().context("the definitions")? {
+        let request = http::Request::post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+            .header("Content-Type", "application/json")
+            .body(serde_json::to_vec(&definition)?)?;
+        client.request::<Value>(request).await?;
+    }
+    let status = json!({
+        "apiVersion": "pointsman.dev/v1alpha1", "kind": "ProxyNodeStatus",
+        "metadata": {"name": NODE}, "spec": {"nodeName": NODE},
+    });
+    let status: ProxyNodeStatus = serde_json::from_value(status)?;
+    let statuses: Api<ProxyNodeStatus> = Api::all(client.clone());
+    let patience = Duration::from_secs(20);
+    eventually(patience, "the definitions are served", async || Ok(statuses.create(&post, &status).await?))
+        .await?;
+    let namespace = json!({"metadata": {"name": NODE_CONFIG_NAMESPACE}});
+    Api::<Namespace>::all(client.clone()).create(&post, &serde_json::from_value(namespace)?).await?;
+    let configuration = node_configuration(options)?;
+    let hash = config_hash(&configuration);
+    let config_map = json!({
+        "metadata": {
+            "name": NODE, "labels": {LABEL_REVISION: revision("bench", &hash)},
+            "annotations": {ANNOTATION_CONFIG_HASH: hash},
+        },
+        "data": {CONFIG_KEY: configuration},
+    });
+    let config_maps: Api<ConfigMap> = Api::namespaced(client.clone(), NODE_CONFIG_NAMESPACE);
+    config_maps.create(&post, &serde_json::from_value(config_map)?).await.map(drop).map_err(Into::into)
+}
+
+/// The defaults, in the mode and with the flavour that are measured.
+fn node_configuration(options: &Options) -> Result<String> {
+    let mut settings = json!({"mode": options.mode.word()});
+    if options.mode == Mode::Iptables {
+        let backend = match options.flavour {
+            Flavour::Nft => "NFT",
+            Flavour::Legacy => "Legacy",
+        };
+        settings["iptables"] = json!({"backend": backend});
+    }
+    let settings: ProxySettings = serde_json::from_value(settings)?;
+    let configuration = NodeProxyConfiguration::complete(&settings, Drift::default())?;
+    configuration.render().context("the node's configuration")
+}
+
+fn keep_logs(from: &Path, to: Option<&Path>) -> Result<()> {
+    let Some(to) = to else { return Ok(()) };
+    fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        if let (Some("log"), Some(name)) = (path.extension().and_then(|it| it.to_str()), path.file_name()) {
+            fs::copy(&path, to.join(name)).with_context(|| format!("keeping {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// What the figures depend on.
+async fn heading(options: &Options, programs: &Programs) -> Result<String> {
+    let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| line.split_once(':'))
+            .map(|(_, value)| value.trim().to_owned())
+            .unwrap_or_default()
+    };
+    let cpus = read("/proc/cpuinfo")?;
+    let kernel = read("/proc/sys/kernel/osrelease")?;
+    let load = read("/proc/loadavg")?;
+    let memory: u64 = field(&read("/proc/meminfo")?, "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0);
+    let iptables =
+        output(&mut command(format!("iptables-{}", options.flavour.word()), ["--version"])).await?;
+    let kubernetes = output(&mut command(&programs.controlplane, ["kube-proxy", "--version"])).await?;
+    let now = k8s_openapi::jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M UTC").to_string();
+    let Effort { connects, changes, added, idle } = options.effort;
+    let tools = match options.mode {
+        Mode::Iptables => format!(", flavour {}", options.flavour.word()),
+        Mode::Nftables | Mode::Ipvs => String::new(),
+    };
+    if options.sizes.is_empty() || options.kinds.is_empty() {
+        bail!("nothing to measure");
+    }
+    Ok(format!(
+        "### Mode {mode}{tools}\n\n{now}; {processors} × {model}, {memory} GiB, Linux {kernel}; {iptables}; kube-proxy of \
+         {kubernetes}; agent {version}, profile {profile}. Load average at the start: {load}. {connects} connects, {changes} \
+         endpoint changes, {added} Services added, {idle} s idle.\n",
+        mode = options.mode.word(),
+        processors = cpus.lines().filter(|line| line.starts_with("processor")).count(),
+        model = field(&cpus, "model name"),
+        memory = memory >> 20,
+        kernel = kernel.trim(),
+        iptables = iptables.trim(),
+        kubernetes = kubernetes.trim(),
+        version = release::VERSION,
+        profile = programs.profile,
+        load = load.split(' ').take(3).collect::<Vec<_>>().join(" "),
+        idle = idle.as_secs(),
+    ))
+}
