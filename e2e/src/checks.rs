@@ -80,6 +80,12 @@ impl<'a> Workload<'a> {
         Ok(())
     }
 
+    /// Its namespace.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
     /// The client pod on a node.
     #[must_use]
     pub fn client_on(&self, node: &str) -> Place {

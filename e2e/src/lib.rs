@@ -4,6 +4,7 @@
 //! - [`api_server`]: etcd and kube-apiserver only, for tests of the API.
 //! - [`checks`]: what a user of Services sees, asked from pods, nodes and outside by [`probe`].
 //! - [`bench`]: kube-proxy and Pointsman, measured.
+//! - [`churn`]: Services that change at random.
 //! - [`release`]: the images of Pointsman itself; [`pointsman`]: its status and processes in a cluster.
 
 pub mod addons;
@@ -13,6 +14,7 @@ pub mod artifacts;
 pub mod bench;
 pub mod cgroup;
 pub mod checks;
+pub mod churn;
 pub mod cluster;
 pub mod command;
 pub mod control_plane;
@@ -30,4 +32,5 @@ pub mod release;
 pub mod stamp;
 pub mod state;
 pub mod teardown;
+pub mod traffic;
 pub mod up;

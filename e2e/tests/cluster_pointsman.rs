@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
-use kube::api::ListParams;
 use libtest_mimic::{Arguments, Failed, Trial};
 use pointsman_crds::names::{
     ANNOTATION_BREAK_GLASS, NODE_CONFIG_NAMESPACE, OPERATOR_LEASE, SYSTEM_NAMESPACE,
@@ -22,8 +21,9 @@ use pointsman_e2e::cluster::{Cluster, Component};
 use pointsman_e2e::pointsman::{
     agent_pod, all_ready, eventually, kill_pod_process, leader_pod, node_state, node_states,
 };
-use pointsman_e2e::probe::{Place, RunningProbe, Summary};
+use pointsman_e2e::probe::Summary;
 use pointsman_e2e::state::Proxy;
+use pointsman_e2e::traffic::Traffic;
 use pointsman_e2e::up::Options;
 use serde_json::json;
 use tokio::runtime::Runtime;
@@ -105,66 +105,6 @@ fn trials(runtime: &Arc<Runtime>) -> Vec<Trial> {
     ]
 }
 
-/// Constant traffic: new connections and open streams, from everywhere to live endpoints.
-struct Traffic(Vec<(String, RunningProbe)>);
-
-impl Traffic {
-    async fn start(cluster: &Cluster, web: &Workload<'_>) -> Result<Self> {
-        only_live_endpoints(cluster).await?;
-        let node = cluster.node(NODE)?.addresses();
-        let mut probes = Vec::new();
-        for (from, target, flags) in [
-            (web.client_on("node1"), web.cluster_ip("http", 0)?, &["-interval", "10ms"][..]),
-            (web.client_on(NODE), web.cluster_ip("http", 1)?, &["-interval", "10ms"]),
-            (Place::Node(NODE.to_owned()), web.cluster_ip("http", 0)?, &["-interval", "10ms"]),
-            (Place::Outside, web.node_port("http", node.v4.into())?, &["-interval", "10ms"]),
-            (Place::Outside, web.node_port("tcp", node.v6.into())?, &["-interval", "20ms", "-stream"]),
-            (web.client_on(NODE), web.cluster_ip("tcp", 0)?, &["-interval", "20ms", "-stream"]),
-            (web.client_on("node1"), web.cluster_ip("udp", 0)?, &["-interval", "20ms"]),
-        ] {
-            let what = format!("{from} to {target} {}", flags.join(" "));
-            probes.push((what, cluster.start_probe(&from, &target, flags).await?));
-        }
-        sleep(Duration::from_millis(500)).await;
-        Ok(Self(probes))
-    }
-
-    /// Ends it; an error if a single request failed.
-    async fn finish(self) -> Result<()> {
-        sleep(Duration::from_millis(500)).await;
-        let mut faults = Vec::new();
-        for (what, probe) in self.0 {
-            let summary = probe.finish().await?;
-            eprintln!("  {what}: {} requests, {} failed", summary.requests, summary.failed);
-            if summary.failed > 0 || summary.requests < 20 {
-                faults.push(format!("{what}: {summary:?}"));
-            }
-        }
-        ensure!(faults.is_empty(), "{}", faults.join("\n"));
-        Ok(())
-    }
-}
-
-/// Waits until no web pod is on its way out and every node has heard of it: what is asked for is that nothing to live
-/// endpoints is lost, and an earlier trial may have scaled down a moment ago.
-async fn only_live_endpoints(cluster: &Cluster) -> Result<()> {
-    let pods = Api::<Pod>::namespaced(cluster.client(), NAMESPACE);
-    eventually(PATIENCE, "three web pods and no other", async || {
-        let list = pods.list(&ListParams::default().labels("app=web")).await?;
-        let leaving = list.items.iter().filter(|pod| pod.metadata.deletion_timestamp.is_some()).count();
-        ensure!(
-            list.items.len() == 3 && leaving == 0,
-            "{} pods, {leaving} of them leaving",
-            list.items.len()
-        );
-        Ok(())
-    })
-    .await?;
-    // Longer than the least time between two writes.
-    sleep(Duration::from_secs(3)).await;
-    Ok(())
-}
-
 async fn services_are_reached_from_everywhere(cluster: &Cluster) -> Result<()> {
     let checks = Workload::create(cluster, NAMESPACE).await?.check_all().await?;
     ensure!(checks > 50, "only {checks} checks");
@@ -180,7 +120,7 @@ async fn a_live_change_of_the_masquerade_bit_loses_nothing(cluster: &Cluster) ->
     let web = Workload::create(cluster, NAMESPACE).await?;
     let agent = agent_pod(cluster, NODE).await?;
     let restarts = restarts_of(cluster, &agent).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     let mut old = node_state(cluster, NODE).await?.active;
     for bit in [20, 9, 14] {
         apply_settings(cluster, json!({"masquerade": {"bit": bit}})).await?;
@@ -254,7 +194,7 @@ async fn an_edited_node_configuration_is_refused_and_repaired(cluster: &Cluster)
     let patch = json!({"data": {"config.yaml": "mode: none"}}).to_string();
     let edit = ["patch", "configmap", "-n", NODE_CONFIG_NAMESPACE, NODE, "--type=merge", "-p", &patch];
     ensure!(cluster.kubectl(&edit).await.is_err(), "admission must refuse an edit that is no emergency");
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     for (content, reason) in [
         (content.replace("mode: iptables\n", "mode: iptables\ncolour: red\n"), "UnsupportedField"),
         (content[..content.len() / 2].to_owned(), ""),
@@ -336,7 +276,7 @@ async fn not_ready(cluster: &Cluster, because: &str) -> Result<()> {
 
 async fn unwritable_rules_make_a_node_not_ready(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     let tool = "/usr/sbin/xtables-nft-multi";
     in_agent(cluster, &["mount", "--bind", "/bin/false", tool]).await?;
     let noticed = not_ready(cluster, "Synced=False/RestoreFailed").await;
@@ -362,7 +302,7 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     })
     .await?;
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     let mut holder = cluster.node(NODE)?.command(&["flock", "/run/xtables.lock", "sleep", "120"]);
     let mut holder = holder.kill_on_drop(true).spawn().context("holding the lock")?;
     let noticed = not_ready(cluster, "Synced=False/LockTimeout").await;
@@ -397,7 +337,7 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
 
 async fn a_killed_agent_loses_nothing(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     for _ in 0..2 {
         let pod = agent_pod(cluster, NODE).await?;
         let before = restarts_of(cluster, &pod).await?;
@@ -418,7 +358,7 @@ async fn a_killed_leader_is_replaced(cluster: &Cluster) -> Result<()> {
         Ok::<_, anyhow::Error>(leases.get(OPERATOR_LEASE).await?.spec.and_then(|s| s.holder_identity))
     };
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     let old = holder().await?;
     let pod = leader_pod(cluster).await?;
     // Its kubelet would start it again within the lease's time; a dead machine does not come back.
@@ -453,7 +393,7 @@ async fn a_killed_leader_is_replaced(cluster: &Cluster) -> Result<()> {
 /// Kills a component under traffic, lets it stay dead, and starts it again.
 async fn survive(cluster: &Cluster, component: &Component) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let traffic = Traffic::start(cluster, &web).await?;
+    let traffic = Traffic::start(cluster, &web, NODE).await?;
     cluster.kill(component).await?;
     sleep(DEAD).await;
     cluster.start(component).await?;

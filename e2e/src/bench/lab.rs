@@ -63,6 +63,14 @@ impl Namespace {
         .map(Self)
     }
 
+    fn run<T: Send + 'static>(&self, what: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+        let namespace = self.0.try_clone().context("a network namespace")?;
+        in_thread(move || {
+            setns(namespace, CloneFlags::CLONE_NEWNET).context("entering a network namespace")?;
+            what()
+        })
+    }
+
     fn path(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
@@ -136,10 +144,11 @@ impl Lab {
         &self,
         what: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let namespace = self.ends.0.try_clone().context("the endpoints' namespace")?;
-        in_thread(move || {
-            setns(namespace, CloneFlags::CLONE_NEWNET).context("entering the endpoints' namespace")?;
-            what()
-        })
+        self.ends.run(what)
+    }
+
+    /// Runs `what` in the node's namespace.
+    pub fn at_node<T: Send + 'static>(&self, what: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+        self.node.run(what)
     }
 }

@@ -230,7 +230,8 @@ impl Program {
         let pid = self.pid()?;
         let alive = Path::new(&format!("/proc/{pid}")).exists()
             && !fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
-        let log = self.log()?;
+        // Not there yet on a machine that is busy.
+        let log = self.log().unwrap_or_default();
         let refuses = log.contains(REFUSAL);
         if alive && !refuses && self.started.elapsed() < patience {
             return Ok(());

@@ -62,7 +62,7 @@ fn vanishing(stream: TcpStream) -> std::io::Result<TcpStream> {
 }
 
 /// The endpoint that answers a new connection; none if nobody does.
-fn ask(to: SocketAddr, patience: Duration) -> Result<Option<Ipv4Addr>> {
+pub fn ask(to: SocketAddr, patience: Duration) -> Result<Option<Ipv4Addr>> {
     let answer = TcpStream::connect_timeout(&to, patience).and_then(vanishing).and_then(|mut stream| {
         stream.set_read_timeout(Some(Duration::from_secs(3)))?;
         let mut octets = [0; 4];
