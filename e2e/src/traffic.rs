@@ -35,6 +35,7 @@ impl Traffic {
             (Place::Outside, web.node_port("tcp", addresses.v6.into())?, &["-interval", "20ms", "-stream"]),
             (web.client_on(node), web.cluster_ip("tcp", 0)?, &["-interval", "20ms", "-stream"]),
             (web.client_on("node1"), web.cluster_ip("udp", 0)?, &["-interval", "20ms"]),
+            (web.client_on(node), web.cluster_ip("udp", 1)?, &["-interval", "20ms", "-stream"]),
         ] {
             let what = format!("{from} to {target} {}", flags.join(" "));
             probes.push((what, cluster.start_probe(&from, &target, flags).await?));

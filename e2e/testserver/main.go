@@ -38,7 +38,7 @@ func main() {
 		flags.DurationVar(&o.interval, "interval", 50*time.Millisecond, "time between two requests")
 		flags.DurationVar(&o.duration, "duration", time.Minute, "how long to probe at most; SIGTERM ends it sooner")
 		flags.IntVar(&o.count, "count", 0, "how many requests to send at most; 0 for no such limit")
-		flags.BoolVar(&o.stream, "stream", false, "send all over one TCP connection")
+		flags.BoolVar(&o.stream, "stream", false, "send all over one TCP connection, or from one UDP port")
 		_ = flags.Parse(args)
 		if flags.NArg() != 1 {
 			fmt.Fprintln(os.Stderr, usage)

@@ -32,8 +32,8 @@ type options struct {
 	timeout, interval, duration time.Duration
 	// count ends the probe after that many requests; 0 leaves it to duration.
 	count int
-	// stream keeps one TCP connection and sends every request over it, so that
-	// a failure is a broken connection; it then connects anew.
+	// stream keeps one TCP connection, or one UDP port, and sends every request
+	// over it, so that a failure is a broken flow; it then begins another.
 	stream bool
 }
 
@@ -51,8 +51,12 @@ func probe(target string, o options) error {
 		s := &stream{host: to.Host}
 		defer s.close()
 		ask = s.ask
+	case o.stream && to.Scheme == "udp":
+		f := &flow{host: to.Host}
+		defer f.close()
+		ask = f.ask
 	case o.stream:
-		return fmt.Errorf("%s: -stream needs a tcp:// target", target)
+		return fmt.Errorf("%s: -stream needs a tcp:// or udp:// target", target)
 	case to.Scheme == "http":
 		ask = func(ctx context.Context) (answer, error) { return askHTTP(ctx, to.Host) }
 	case to.Scheme == "tcp" || to.Scheme == "udp":
@@ -154,6 +158,38 @@ func (s *stream) echo(ctx context.Context) (answer, error) {
 	return s.peer, nil
 }
 
+// flow is one UDP port that all requests are sent from.
+type flow struct {
+	host string
+	conn net.Conn
+}
+
+func (f *flow) close() {
+	if f.conn != nil {
+		_ = f.conn.Close()
+		f.conn = nil
+	}
+}
+
+func (f *flow) ask(ctx context.Context) (answer, error) {
+	if f.conn == nil {
+		conn, err := connect(ctx, "udp", f.host)
+		if err != nil {
+			return answer{}, err
+		}
+		f.conn = conn
+	}
+	if deadline, ok := ctx.Deadline(); ok {
+		_ = f.conn.SetDeadline(deadline)
+	}
+	a, err := exchange(f.conn)
+	if err != nil {
+		// A late answer must not be taken for that to the next request.
+		f.close()
+	}
+	return a, err
+}
+
 func connect(ctx context.Context, network, host string) (net.Conn, error) {
 	var dialer net.Dialer
 	conn, err := dialer.DialContext(ctx, network, host)
@@ -195,6 +231,10 @@ func askLine(ctx context.Context, network, host string) (answer, error) {
 		return answer{}, err
 	}
 	defer conn.Close()
+	return exchange(conn)
+}
+
+func exchange(conn net.Conn) (answer, error) {
 	if _, err := conn.Write([]byte("probe\n")); err != nil {
 		return answer{}, short(err)
 	}

@@ -255,6 +255,6 @@ async fn heading(options: &Options, programs: &Programs) -> Result<String> {
         version = release::VERSION,
         profile = programs.profile,
         load = load.split(' ').take(3).collect::<Vec<_>>().join(" "),
-        idle = idle.as_secs(),
+        idle = idle.0.as_secs(),
     ))
 }

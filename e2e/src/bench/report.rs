@@ -112,7 +112,11 @@ fn ratio(columns: &[(Kind, Measured)], values: &[Option<Value>]) -> String {
     match (of(Kind::KubeProxy), of(Kind::Pointsman)) {
         (Some(theirs), Some(ours)) if ours > 0.0 && theirs > 0.0 => {
             let ratio = theirs / ours;
-            if ratio < 10.0 { format!("{ratio:.2}") } else { format!("{ratio:.0}") }
+            match ratio {
+                ..0.01 => "< 0.01".to_owned(),
+                ..10.0 => format!("{ratio:.2}"),
+                _ => format!("{ratio:.0}"),
+            }
         }
         _ => String::new(),
     }
@@ -169,17 +173,19 @@ mod tests {
         let (mut theirs, mut ours) = (Measured::default(), Measured::default());
         theirs.time("start", Duration::from_secs(3));
         theirs.add("failed", Value::Count(0));
+        theirs.time("idle", Duration::from_micros(20));
         ours.time("start", Duration::from_millis(200));
         ours.add("failed", Value::Count(0));
+        ours.time("idle", Duration::from_millis(40));
         let both = [(Kind::KubeProxy, theirs.clone()), (Kind::Pointsman, ours)];
         assert_eq!(
             table(1000, &both),
             "| 1000 services | kube-proxy | Pointsman | ratio |\n|---|---:|---:|---:|\n\
-             | start | 3.00 s | 200 ms | 15 |\n| failed | 0 | 0 |  |\n"
+             | start | 3.00 s | 200 ms | 15 |\n| failed | 0 | 0 |  |\n| idle | 20 µs | 40.0 ms | < 0.01 |\n"
         );
         assert_eq!(
             table(1000, &[(Kind::KubeProxy, theirs)]),
-            "| 1000 services | kube-proxy |\n|---|---:|\n| start | 3.00 s |\n| failed | 0 |\n"
+            "| 1000 services | kube-proxy |\n|---|---:|\n| start | 3.00 s |\n| failed | 0 |\n| idle | 20 µs |\n"
         );
     }
 
