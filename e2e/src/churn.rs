@@ -16,7 +16,7 @@ use crate::bench::program::NODE;
 /// Services in all.
 pub const SERVICES: usize = 100;
 /// Services of which two endpoints and a frontend stay.
-pub const STEADY: usize = 10;
+pub const STEADY: usize = 30;
 /// Endpoints that a Service can have.
 const ENDPOINTS: u32 = 8;
 

@@ -177,7 +177,8 @@ fn probe(known: &Known, stop: &AtomicBool) -> Result<usize> {
         match known[number].get(&answer) {
             Some(None) => {}
             Some(Some(gone)) if asked.saturating_duration_since(*gone) < LINGER => {}
-            other => bail!("{answer} answered at {to}, which is no endpoint of it: {other:?}"),
+            Some(Some(gone)) => bail!("{answer} answered at {to}, {:?} after it had gone", gone.elapsed()),
+            None => bail!("{answer} answered at {to}, and never was its endpoint"),
         }
         drop(known);
         std::thread::park_timeout(Duration::from_millis(2));
