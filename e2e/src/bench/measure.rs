@@ -113,6 +113,7 @@ impl<'a> Run<'a> {
         sleep(idle).await;
         rows.time(row, program.meter().since(cpu)?);
         rows.add("memory of its process", Value::Bytes(program.memory()?));
+        rows.add("peak memory with children", Value::Bytes(program.meter().peak_allocated()));
         rows.add("peak memory with children and kernel", Value::Bytes(program.meter().peak_memory()?));
         Ok(())
     }

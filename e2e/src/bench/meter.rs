@@ -8,6 +8,8 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -28,10 +30,15 @@ done
 for dir in "$@"; do rmdir "$dir" "${dir%/*}"; done 2>/dev/null
 "#;
 
+/// How often is looked what the processes have allocated; the kernel keeps no high mark of that.
+const SAMPLE: Duration = Duration::from_millis(10);
+
 /// A cgroup that is measured.
 #[derive(Debug)]
 pub struct Meter {
     dirs: Vec<PathBuf>,
+    /// The most that the processes had allocated at once, in bytes. The sampling task ends when this is its alone.
+    allocated: Arc<AtomicU64>,
     guard: Child,
     lifeline: Option<ChildStdin>,
 }
@@ -47,7 +54,9 @@ impl Meter {
         // A Ctrl-C at the terminal must not reach it: it cleans up once we are gone.
         let mut guard = guard.process_group(0).spawn().context("starting the guard of a cgroup")?;
         let lifeline = guard.stdin.take();
-        Ok(Self { dirs, guard, lifeline })
+        let allocated = Arc::new(AtomicU64::new(0));
+        sample(&dirs, Arc::clone(&allocated));
+        Ok(Self { dirs, allocated, guard, lifeline })
     }
 
     /// The files to write a process number to.
@@ -72,6 +81,12 @@ impl Meter {
         Ok(self.cpu()?.saturating_sub(before))
     }
 
+    /// The most memory that all its processes had allocated at once, in bytes.
+    #[must_use]
+    pub fn peak_allocated(&self) -> u64 {
+        self.allocated.load(Ordering::Relaxed)
+    }
+
     /// The most memory that it had at once, in bytes: of all processes, with what the kernel keeps for them (rules, file
     /// cache, sockets).
     pub fn peak_memory(&self) -> Result<u64> {
@@ -81,13 +96,49 @@ impl Meter {
     }
 
     fn read(&self, file: &str) -> Option<String> {
-        self.dirs.iter().find_map(|dir| fs::read_to_string(dir.join(file)).ok())
+        read(&self.dirs, file)
     }
+}
+
+fn read(dirs: &[PathBuf], file: &str) -> Option<String> {
+    dirs.iter().find_map(|dir| fs::read_to_string(dir.join(file)).ok())
+}
+
+fn sample(dirs: &[PathBuf], highest: Arc<AtomicU64>) {
+    let dirs = dirs.to_vec();
+    tokio::spawn(async move {
+        while Arc::strong_count(&highest) > 1 {
+            if let Some(now) = read(&dirs, "memory.stat").as_deref().and_then(allocated) {
+                highest.fetch_max(now, Ordering::Relaxed);
+            }
+            tokio::time::sleep(SAMPLE).await;
+        }
+    });
+}
+
+/// `rss` in the first version of cgroups, `anon` in the second.
+fn allocated(stat: &str) -> Option<u64> {
+    stat.lines()
+        .find_map(|line| line.strip_prefix("rss ").or_else(|| line.strip_prefix("anon ")))?
+        .parse()
+        .ok()
 }
 
 impl Drop for Meter {
     fn drop(&mut self) {
         drop(self.lifeline.take());
         let _ = self.guard.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_versions_of_cgroups_say_what_is_allocated() {
+        assert_eq!(allocated("cache 7\nrss_huge 1\nrss 42\n"), Some(42));
+        assert_eq!(allocated("anon 43\nfile 1\n"), Some(43));
+        assert_eq!(allocated("cache 7\n"), None);
     }
 }
