@@ -21,7 +21,7 @@ mod tools;
 mod tree;
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 
 pub use cleanup::{Connections, cleanup};
 pub use dataplane::Dataplane;

@@ -1,8 +1,8 @@
 use pointsman_crds::settings::NodePortAddress;
 use serde_json::{Value, json};
 
+use super::random::config;
 use super::*;
-use crate::iptables::tests::random::config;
 use crate::model::{Change, NodeFacts};
 
 const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];

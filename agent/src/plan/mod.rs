@@ -303,6 +303,8 @@ impl Plan {
 }
 
 #[cfg(test)]
+pub(crate) mod random;
+#[cfg(test)]
 mod tests;
 
 #[cfg(test)]

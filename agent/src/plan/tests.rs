@@ -5,11 +5,9 @@ use pointsman_crds::settings::NodePortAddress;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use super::random::{Dice, FAMILIES, change, config, random_config, start};
 use super::*;
-use crate::iptables::tests::random::{Dice, change, config, random_config, start};
 use crate::model::{Change, NodeFacts, Protocol};
-
-const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// A node in zone a, with one Service that has whatever the test says.
 struct World {

@@ -1,7 +1,6 @@
 //! Properties: whatever happens in the cluster, in whatever order, the tables follow, and a packet that walks them ends
 //! where the plan says.
 
-pub(crate) mod random;
 mod tables;
 
 use std::collections::BTreeMap;
@@ -12,56 +11,35 @@ use proptest::prelude::*;
 use super::saved::{Comparison, Saved};
 use super::state::{Read, State};
 use super::tools::Flavour;
-use crate::model::Model;
-use crate::plan::{Changes, Plan, Verdict};
-use random::{Dice, any_packet, change, config, random_config, start};
+use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted};
+use crate::plan::{Plan, Verdict};
 use tables::Tables;
 
-const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
-
-/// A cluster, its plan, and the tables of both families.
+/// A cluster, and the tables of both families.
 struct World {
-    model: Model,
-    plan: Plan,
-    pending: Changes,
+    cluster: Cluster,
     installed: BTreeMap<IpFamily, (State, Tables)>,
 }
 
 impl World {
     fn new(use_sets: bool) -> Self {
-        let mut world = Self {
-            model: Model::new(),
-            plan: Plan::new(config(), &FAMILIES),
-            pending: Changes::default(),
-            installed: BTreeMap::new(),
-        };
-        for change in start() {
-            world.apply(change);
-        }
-        for family in FAMILIES {
-            let (state, tables) = adopt(&world.plan, family, Tables::new(), use_sets);
-            world.installed.insert(family, (state, tables));
-        }
-        world.pending = Changes::default();
-        world
-    }
-
-    fn apply(&mut self, change: crate::model::Change) {
-        let dirty = self.model.apply(change);
-        let changes = self.plan.update(&self.model, dirty);
-        self.pending.merge(changes);
+        let cluster = Cluster::new();
+        let installed =
+            FAMILIES.map(|family| (family, adopt(&cluster.plan, family, Tables::new(), use_sets))).into();
+        Self { cluster, installed }
     }
 
     fn sync(&mut self) {
-        let changes = std::mem::take(&mut self.pending);
+        let Cluster { plan, pending, .. } = &mut self.cluster;
+        let changes = std::mem::take(pending);
         for (family, (state, tables)) in &mut self.installed {
-            let node = self.plan.node(*family).unwrap();
+            let node = plan.node(*family).unwrap();
             if state.localhost() != node.node_ports.localhost {
                 let use_sets = state.uses_sets();
-                (*state, *tables) = adopt(&self.plan, *family, tables.clone(), use_sets);
+                (*state, *tables) = adopt(plan, *family, tables.clone(), use_sets);
                 continue;
             }
-            let batch = state.advance(&self.plan, node, &changes);
+            let batch = state.advance(plan, node, &changes);
             write(&batch, *family, tables);
             if state.is_settling() {
                 write(&state.settle(), *family, tables);
@@ -128,12 +106,7 @@ fn expected(verdict: Verdict, use_sets: bool) -> Verdict {
     match verdict {
         Verdict::Undefined if use_sets => Verdict::Reject,
         Verdict::Undefined => Verdict::Untouched,
-        Verdict::Forward(mut hops) => {
-            hops.sort();
-            hops.dedup();
-            Verdict::Forward(hops)
-        }
-        other => other,
+        other => sorted(other),
     }
 }
 
@@ -149,10 +122,9 @@ proptest! {
         let mut world = World::new(use_sets);
         for (seed, sync) in seeds {
             if seed % 50 == 0 {
-                let changes = world.plan.configure(random_config(&mut Dice::new(seed)), &world.model);
-                world.pending.merge(changes);
+                world.cluster.configure(seed);
             } else {
-                world.apply(change(seed));
+                world.cluster.apply(change(seed));
             }
             if sync {
                 world.sync();
@@ -164,7 +136,7 @@ proptest! {
             let packet = any_packet(seed);
             let family = crate::model::family_of(packet.destination);
             let walked = world.installed[&family].1.walk(&packet);
-            let routed = expected(world.plan.route(&packet), use_sets);
+            let routed = expected(world.cluster.plan.route(&packet), use_sets);
             // What keeps packets away from 127.0.0.0/8 is no Service's business.
             let guarded = packet.destination.is_loopback() && !packet.source.is_loopback();
             if !(guarded && (&routed, &walked) == (&Verdict::Untouched, &Verdict::Drop)) {
@@ -183,21 +155,21 @@ proptest! {
     ) {
         let mut world = World::new(sets.0);
         for seed in before {
-            world.apply(change(seed));
+            world.cluster.apply(change(seed));
         }
         world.sync();
         for seed in after {
-            world.apply(change(seed));
+            world.cluster.apply(change(seed));
         }
         if let Some(seed) = reconfigure {
-            world.plan.configure(random_config(&mut Dice::new(seed)), &world.model);
+            world.cluster.configure(seed);
         }
         for family in FAMILIES {
             let mut tables = world.installed[&family].1.clone();
             for seed in &damage {
                 tables.damage(&mut Dice::new(*seed));
             }
-            let (state, tables) = adopt(&world.plan, family, tables, sets.1);
+            let (state, tables) = adopt(&world.cluster.plan, family, tables, sets.1);
             let differences = state.compare(&read(&tables, family), Comparison::Exact);
             prop_assert_eq!(differences.describe(family), Vec::<String>::new());
         }

@@ -7,7 +7,6 @@ use std::net::{IpAddr, SocketAddr};
 use ipnet::IpNet;
 
 use crate::iptables::saved::target;
-use crate::model::Protocol;
 use crate::plan::{Hop, Packet, Verdict};
 
 type Table = BTreeMap<String, Vec<String>>;
@@ -356,31 +355,9 @@ fn matches(words: &[String], packet: &Packet, mark: u32) -> Match {
     chance
 }
 
-/// A packet.
-pub fn packet(
-    interface: Option<&str>,
-    source: &str,
-    destination: &str,
-    protocol: Protocol,
-    port: u16,
-    local: &[&str],
-) -> Packet {
-    let is_local =
-        |address: &str| local.contains(&address) || address.parse::<IpAddr>().unwrap().is_loopback();
-    Packet {
-        interface: interface.map(ToOwned::to_owned),
-        source: source.parse().unwrap(),
-        source_is_local: is_local(source),
-        destination: destination.parse().unwrap(),
-        destination_is_local: is_local(destination),
-        protocol,
-        port,
-    }
-}
-
 impl Tables {
     /// What somebody else might do to our chains.
-    pub fn damage(&mut self, dice: &mut super::random::Dice) {
+    pub fn damage(&mut self, dice: &mut crate::plan::random::Dice) {
         let table = self.table(["nat", "filter"][usize::try_from(dice.roll(2)).unwrap()]);
         let at = usize::try_from(dice.roll(table.len() as u64)).unwrap();
         let chain = table.keys().nth(at).unwrap().clone();

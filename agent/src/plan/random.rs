@@ -1,16 +1,17 @@
 //! A random cluster: any number of changes from a sequence of numbers.
 
+use std::net::IpAddr;
+
 use k8s_openapi::api::{core, discovery};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::node_config::NodeDetectLocal;
 use pointsman_crds::proxy_configuration::Drift;
+use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{Mode, NodePortAddress, ProxySettings};
 use serde_json::{Value, json};
 
-use crate::model::{Change, NodeFacts, ObjectName, Protocol};
-use crate::plan::Packet;
-
-use super::tables::packet;
+use super::{Changes, Packet, Plan, Verdict};
+use crate::model::{Change, Model, NodeFacts, ObjectName, Protocol};
 
 /// Numbers that depend on a seed only.
 pub struct Dice(u64);
@@ -38,6 +39,7 @@ impl Dice {
     }
 }
 
+pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 pub const LOCAL: [&str; 4] = ["192.168.0.1", "10.244.0.1", "fd00:1::1", "fd00:244::1"];
 const EXTERNAL: [&str; 6] =
     ["198.51.100.1", "198.51.100.2", "192.168.0.1", "10.96.0.200", "2001:db8::1", "fd00:1::1"];
@@ -99,6 +101,50 @@ fn cidrs(which: u64) -> Vec<ipnet::IpNet> {
     let all: [&[&str]; 3] =
         [&["10.96.0.0/24", "fd00:96::/112"], &["10.96.0.0/25", "10.96.0.128/25", "fd00:96::/112"], &[]];
     all[usize::try_from(which).unwrap()].iter().map(|net| net.parse().unwrap()).collect()
+}
+
+/// A cluster with its plan.
+pub struct Cluster {
+    pub model: Model,
+    pub plan: Plan,
+    /// What changed since somebody looked last.
+    pub pending: Changes,
+}
+
+impl Cluster {
+    pub fn new() -> Self {
+        let mut cluster =
+            Self { model: Model::new(), plan: Plan::new(config(), &FAMILIES), pending: Changes::default() };
+        for change in start() {
+            cluster.apply(change);
+        }
+        cluster.pending = Changes::default();
+        cluster
+    }
+
+    pub fn apply(&mut self, change: Change) {
+        let dirty = self.model.apply(change);
+        let changes = self.plan.update(&self.model, dirty);
+        self.pending.merge(changes);
+    }
+
+    /// Some change of the configuration.
+    pub fn configure(&mut self, seed: u64) {
+        let changes = self.plan.configure(random_config(&mut Dice::new(seed)), &self.model);
+        self.pending.merge(changes);
+    }
+}
+
+/// The same, with possible destinations in order and each once.
+pub fn sorted(verdict: Verdict) -> Verdict {
+    match verdict {
+        Verdict::Forward(mut hops) => {
+            hops.sort();
+            hops.dedup();
+            Verdict::Forward(hops)
+        }
+        other => other,
+    }
 }
 
 /// One change.
@@ -266,4 +312,26 @@ pub fn any_packet(seed: u64) -> Packet {
     let local: Vec<&str> =
         LOCAL.iter().copied().chain(if interface.is_none() { Some(source) } else { None }).collect();
     packet(interface, source, &destination, protocol, u16::try_from(port).unwrap(), &local)
+}
+
+/// A packet.
+fn packet(
+    interface: Option<&str>,
+    source: &str,
+    destination: &str,
+    protocol: Protocol,
+    port: u16,
+    local: &[&str],
+) -> Packet {
+    let is_local =
+        |address: &str| local.contains(&address) || address.parse::<IpAddr>().unwrap().is_loopback();
+    Packet {
+        interface: interface.map(ToOwned::to_owned),
+        source: source.parse().unwrap(),
+        source_is_local: is_local(source),
+        destination: destination.parse().unwrap(),
+        destination_is_local: is_local(destination),
+        protocol,
+        port,
+    }
 }
