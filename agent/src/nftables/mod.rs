@@ -13,6 +13,7 @@ pub mod compare;
 pub mod connection;
 pub mod error;
 mod notices;
+pub mod layout;
 pub mod probe;
 pub mod read;
 pub mod ruleset;

@@ -54,6 +54,8 @@ pub enum Value {
 }
 
 impl Value {
+    /// `ct state invalid` as a bit of [`Value::CtState`].
+    pub const CT_INVALID: u32 = 1;
     /// `ct state new` as a bit of [`Value::CtState`].
     pub const CT_NEW: u32 = 8;
     /// `ct status dnat` as a bit of [`Value::CtStatus`].

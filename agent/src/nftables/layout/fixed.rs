@@ -1,0 +1,346 @@
+//! What does not depend on Services: tables, sets and the chains that lead a packet.
+//!
+//! In: the [`NodePlan`]. Out: declarations, chains and a few elements.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv6Addr};
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::word::{CHOICE, GROUP, Kind, LENGTH_SHIFT, LIST, LOCAL};
+use crate::nftables::ruleset::{
+    Chain, ChainType, Columns, Element, Hook, Key, Rule, Rules, Set, Statement, Table, Tuple, Type, Value,
+    Verdict, drop, goto, jump, key, return_, set_mark, set_priority,
+};
+use crate::plan::{LocalTraffic, NodePlan};
+
+pub(super) const FRONTENDS: &str = "frontends";
+pub(super) const NODE_PORTS: &str = "nodeports";
+pub(super) const GROUPS: &str = "groups";
+pub(super) const CLASSES: &str = "classes";
+pub(super) const ENDPOINTS: &str = "endpoints";
+pub(super) const SLOTS: &str = "slots";
+pub(super) const STICKY: &str = "sticky";
+pub(super) const AFFINITY: &str = "affinity";
+pub(super) const RESTRICTED: &str = "restricted";
+pub(super) const SOURCES: &str = "sources";
+pub(super) const CLUSTER_IPS: &str = "cluster-ips";
+pub(super) const NODE_PORT_IPS: &str = "nodeport-ips";
+pub(super) const HAIRPIN: &str = "hairpin";
+pub(super) const LOCAL_SOURCES: &str = "local-sources";
+pub(super) const SERVICE_CIDRS: &str = "service-cidrs";
+/// The chain that is rewritten when a prefix length of source ranges appears or goes.
+pub(super) const CHECK_SOURCE_LIST: &str = "check-source-list";
+/// The chain whose rules name the mark bits that are masqueraded.
+pub(super) const POSTROUTING: &str = "nat-postrouting";
+
+/// How many clients of Services with affinity are remembered, 27 MiB of kernel memory. More are served without.
+const CLIENTS: u32 = 262_144;
+
+/// The addresses of packets that were checked before anything is translated.
+const BEFORE_NAT: i32 = -110;
+/// One before the priority of everybody else's, kube-proxy's and iptables' included: while another proxy is being replaced, the
+/// first to translate a packet wins.
+const NAT: i32 = -101;
+/// The same after routing.
+const SOURCE_NAT: i32 = 99;
+const FILTER: i32 = 0;
+
+/// Our table.
+pub(super) fn table(family: IpFamily) -> Table {
+    Table::new(family, "pointsman")
+}
+
+/// All sets and maps.
+pub(super) fn sets() -> [Set; 15] {
+    use Columns::{Typeof, Types};
+    let frontend = || Typeof(vec![Value::DestinationAddress, Value::Protocol, Value::DestinationPort]);
+    let word = || Typeof(vec![Value::Priority]);
+    let index = || Typeof(vec![Value::Protocol, Value::Priority, Value::Random { below: u16::MAX.into() }]);
+    [
+        Set::map(FRONTENDS, frontend(), word()),
+        Set::map(NODE_PORTS, Typeof(vec![Value::Protocol, Value::DestinationPort]), word()),
+        Set::map(GROUPS, word(), word()),
+        Set::vmap(CLASSES, word()),
+        Set::map(ENDPOINTS, index(), Typeof(vec![Value::DestinationAddress, Value::DestinationPort])),
+        Set::map(SLOTS, index(), word()),
+        Set::map(STICKY, Types(vec![Type::Protocol, Type::ClassId]), Types(vec![Type::Address, Type::Port])),
+        Set::map(AFFINITY, Typeof(vec![Value::SourceAddress, Value::Priority]), word()).dynamic(CLIENTS),
+        Set::map(RESTRICTED, frontend(), word()),
+        Set::new(SOURCES, Typeof(vec![Value::Priority, Value::SourceAddress])),
+        Set::new(CLUSTER_IPS, Types(vec![Type::Address])),
+        Set::new(NODE_PORT_IPS, Types(vec![Type::Address])),
+        Set::new(HAIRPIN, Types(vec![Type::Address, Type::Address])),
+        Set::new(LOCAL_SOURCES, Types(vec![Type::Address])).interval(),
+        Set::new(SERVICE_CIDRS, Types(vec![Type::Address])).interval(),
+    ]
+}
+
+/// The elements that come from the node.
+pub(super) fn elements(node: &NodePlan) -> Vec<(&'static str, Element)> {
+    let ranges = |nets: &[IpNet]| -> Vec<Element> {
+        let tuple = |address: IpAddr| Tuple::new().address(address);
+        // Blocks of one set must not overlap.
+        let nets = IpNet::aggregate(&nets.to_vec()).into_iter();
+        nets.map(|net| Element::range(tuple(net.network()), tuple(net.broadcast()))).collect()
+    };
+    let sources = match &node.local_traffic {
+        LocalTraffic::Sources(nets) => ranges(nets),
+        _ => Vec::new(),
+    };
+    let addresses = node.node_ports.addresses.iter();
+    let addresses = addresses.map(|address| Element::new(Tuple::new().address(*address)));
+    addresses
+        .map(|element| (NODE_PORT_IPS, element))
+        .chain(sources.into_iter().map(|element| (LOCAL_SOURCES, element)))
+        .chain(ranges(&node.service_cidrs).into_iter().map(|element| (SERVICE_CIDRS, element)))
+        .collect()
+}
+
+/// All chains but [`check_source_list`] and those of classes. Packets that carry one of the bits of `accepted` are
+/// masqueraded.
+pub(super) fn chains(node: &NodePlan, accepted: u32) -> Vec<Rules> {
+    let mut chains = services(node);
+    chains.extend(unserved(node));
+    chains.extend(hooks(node, accepted));
+    chains
+}
+
+/// Matches packets of local pods. (Packets of the node itself have no interface, and match none.)
+fn from_local_pod(node: &NodePlan) -> Option<Statement> {
+    match &node.local_traffic {
+        LocalTraffic::Unknown => None,
+        LocalTraffic::Sources(_) => Some(key([Value::SourceAddress]).in_set(LOCAL_SOURCES)),
+        LocalTraffic::Interface(name) => Some(Value::InputInterface.equals(Tuple::interface(name))),
+        LocalTraffic::InterfacePrefix(prefix) => {
+            Some(Value::InputInterface.equals(Tuple::interface_prefix(prefix)))
+        }
+    }
+}
+
+fn frontend() -> Key {
+    key([Value::DestinationAddress, Value::Protocol, Value::DestinationPort])
+}
+
+/// Sets the word to the group that it names, with its class; ends the rule if that has no endpoints.
+fn to_group(mask: u32) -> Statement {
+    set_priority(key([Value::Priority.and(mask)]).map(GROUPS))
+}
+
+/// The rules by which a packet to a frontend of any kind goes on to `chain`.
+fn at_frontends(node: &NodePlan, chain: &'static str) -> Vec<Vec<Statement>> {
+    let mut rules = vec![vec![set_priority(frontend().map(FRONTENDS)), goto(chain)]];
+    let mut at_node = |mut matches: Vec<Statement>| {
+        let to = set_priority(key([Value::Protocol, Value::DestinationPort]).map(NODE_PORTS));
+        matches.extend([to, goto(chain)]);
+        rules.push(matches);
+    };
+    let local = || Value::DestinationType.equals(Tuple::new().word(Value::LOCAL));
+    let loopback = loopback(node.family);
+    match (node.node_ports.all, node.node_ports.localhost) {
+        (true, true) => at_node(vec![local()]),
+        (true, false) => at_node(vec![local(), outside(&loopback, Value::DestinationAddress)]),
+        (false, localhost) => {
+            at_node(vec![key([Value::DestinationAddress]).in_set(NODE_PORT_IPS)]);
+            if localhost {
+                at_node(vec![inside(&loopback, Value::DestinationAddress), local()]);
+            }
+        }
+    }
+    rules
+}
+
+fn services(node: &NodePlan) -> Vec<Rules> {
+    let mark = || set_mark(Value::Mark.or(node.mark));
+    let internal = |to: &'static str| -> Vec<Vec<Statement>> {
+        let local = from_local_pod(node).filter(|_| !node.masquerade_all);
+        let marks = node.masquerade_all || local.is_some();
+        let mut rules: Vec<_> = local.map(|local| vec![local, goto(to)]).into_iter().collect();
+        if marks {
+            rules.push(vec![mark()]);
+        }
+        rules.push(vec![goto(to)]);
+        rules
+    };
+    let from_node = || Value::SourceType.equals(Tuple::new().word(Value::LOCAL));
+    let mut external_local: Vec<_> =
+        from_local_pod(node).map(|local| vec![local, goto("cluster")]).into_iter().collect();
+    external_local.extend([vec![from_node(), mark(), goto("cluster")], vec![goto("local")]]);
+    let to_class = || vec![key([Value::Priority.and(CHOICE)]).vmap(CLASSES)];
+    vec![
+        chain("internal-cluster", internal("cluster")),
+        chain("internal-local", internal("local")),
+        chain("external-cluster", vec![vec![mark()], vec![goto("cluster")]]),
+        chain("external-local", external_local),
+        chain("cluster", vec![vec![to_group(GROUP)], to_class()]),
+        chain(
+            "local",
+            vec![vec![set_priority(Value::Priority.or(LOCAL))], vec![to_group(GROUP)], to_class()],
+        ),
+        chain(
+            "dispatch",
+            vec![by_kind(["internal-cluster", "internal-local", "external-cluster", "external-local"])],
+        ),
+        chain("services", at_frontends(node, "dispatch")),
+    ]
+}
+
+/// What becomes of packets to Services that were not translated.
+fn unserved(node: &NodePlan) -> Vec<Rules> {
+    let mut at_services = vec![vec![Value::CtStatus.has(Value::CT_DNAT), return_()]];
+    at_services.extend(at_frontends(node, "unserved-service"));
+    at_services.push(vec![key([Value::DestinationAddress]).in_set(CLUSTER_IPS), Statement::Reject]);
+    at_services.push(vec![key([Value::DestinationAddress]).in_set(SERVICE_CIDRS), drop()]);
+    vec![
+        chain("unserved-cluster", vec![vec![to_group(GROUP), return_()], vec![Statement::Reject]]),
+        chain(
+            "unserved-local",
+            vec![
+                vec![set_priority(Value::Priority.or(LOCAL))],
+                vec![to_group(GROUP), return_()],
+                vec![to_group(GROUP & !LOCAL), drop()],
+                vec![Statement::Reject],
+            ],
+        ),
+        chain(
+            "unserved-service",
+            vec![by_kind(["unserved-cluster", "unserved-local", "unserved-cluster", "unserved-local"])],
+        ),
+        chain("unserved", at_services),
+    ]
+}
+
+fn by_kind(chains: [&'static str; 4]) -> Vec<Statement> {
+    let case =
+        |(kind, chain): (Kind, &'static str)| (Tuple::new().word(kind.word(0)), Verdict::Goto(chain.into()));
+    vec![key([Value::Priority.and(CHOICE)]).vmap_of(Kind::ALL.into_iter().zip(chains).map(case))]
+}
+
+fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
+    let new = |to: &'static str| vec![Value::CtState.has(Value::CT_NEW), jump(to)];
+    let translated = || Value::CtStatus.has(Value::CT_DNAT);
+    // Whatever comes later reads the priority as such.
+    let reset = || {
+        vec![
+            Value::CtState.has(Value::CT_NEW),
+            translated(),
+            set_priority(Value::Constant(Tuple::new().word(0))),
+        ]
+    };
+    let mut input = vec![new("unserved")];
+    if node.node_ports.localhost {
+        // Packets from elsewhere to loopback addresses are routed then; they were meant for nobody.
+        let loopback = loopback(node.family);
+        input.insert(
+            0,
+            vec![
+                Value::CtState.has(Value::CT_NEW),
+                Value::CtStatus.and(Value::CT_DNAT).equals(Tuple::new().word(0)),
+                Value::InputInterface.differs(Tuple::interface("lo")),
+                inside(&loopback, Value::DestinationAddress),
+                drop(),
+            ],
+        );
+    }
+    let mut forward = Vec::new();
+    if node.drop_invalid {
+        forward.push(vec![Value::CtState.has(Value::CT_INVALID), drop()]);
+    }
+    if node.family == IpFamily::IPv6 {
+        // IPv4 derives it from the type of service before this hook.
+        forward.push(reset());
+    }
+    forward.push(new("unserved"));
+    let bits = (0..u32::BITS).map(|bit| 1 << bit).filter(|bit| accepted & bit != 0);
+    let masquerade = Statement::Masquerade { fully_random: true };
+    let mut postrouting: Vec<_> = bits
+        .map(|bit| vec![Value::Mark.has(bit), set_mark(Value::Mark.xor(bit)), masquerade.clone()])
+        .collect();
+    postrouting.push(vec![
+        translated(),
+        key([Value::SourceAddress, Value::DestinationAddress]).in_set(HAIRPIN),
+        masquerade,
+    ]);
+    let base = |name: &'static str, kind, hook, priority, rules| Rules {
+        chain: Chain::base(name, kind, hook, priority),
+        ..chain(name, rules)
+    };
+    let filter = |name, hook, priority, rules| base(name, ChainType::Filter, hook, priority, rules);
+    let nat = |name, hook, priority, rules| base(name, ChainType::Nat, hook, priority, rules);
+    let check = Rules {
+        rules: vec![Rule::new([set_priority(frontend().map(RESTRICTED)), goto(CHECK_SOURCE_LIST)])],
+        chain: Chain::new("check-source"),
+    };
+    vec![
+        check,
+        filter("filter-prerouting", Hook::Prerouting, BEFORE_NAT, vec![new("check-source")]),
+        filter("filter-output-early", Hook::Output, BEFORE_NAT, vec![new("check-source")]),
+        nat("nat-prerouting", Hook::Prerouting, NAT, vec![vec![jump("services")]]),
+        nat("nat-output", Hook::Output, NAT, vec![vec![jump("services")]]),
+        filter("filter-input", Hook::Input, FILTER, input),
+        filter("filter-forward", Hook::Forward, FILTER, forward),
+        filter("filter-output", Hook::Output, FILTER, vec![reset(), new("unserved")]),
+        nat(POSTROUTING, Hook::Postrouting, SOURCE_NAT, postrouting),
+    ]
+}
+
+/// Looks for the source of a packet in the list that the word names: once per prefix length in use, the longest first. The
+/// length is part of the key, or 10.0.0.0/24 would let in whoever asks for 10.0.0.0/8.
+pub(super) fn check_source_list(family: IpFamily, lengths: &BTreeSet<u8>) -> Rules {
+    let mut rules = Vec::new();
+    for length in lengths.iter().rev() {
+        let of_length = u32::from(*length) << LENGTH_SHIFT;
+        rules.push(vec![set_priority(Value::Priority.and_or(LIST, of_length))]);
+        let mask = mask(family, *length);
+        let source = mask.map_or(Value::SourceAddress, |mask| Value::SourceAddress.masked(mask));
+        rules.push(vec![key([Value::Priority, source]).in_set(SOURCES), return_()]);
+    }
+    rules.push(vec![drop()]);
+    chain(CHECK_SOURCE_LIST, rules)
+}
+
+/// The mask of a prefix, unless it covers the whole address.
+fn mask(family: IpFamily, length: u8) -> Option<Tuple> {
+    let mask: IpAddr = match family {
+        IpFamily::IPv4 => Ipv4Net::new([0; 4].into(), length).ok()?.netmask().into(),
+        IpFamily::IPv6 => Ipv6Net::new(Ipv6Addr::UNSPECIFIED, length).ok()?.netmask().into(),
+    };
+    let whole = match family {
+        IpFamily::IPv4 => 32,
+        IpFamily::IPv6 => 128,
+    };
+    (length < whole).then(|| Tuple::new().address(mask))
+}
+
+/// Loopback addresses, with the mask of their prefix if it does not cover all of the address.
+struct Loopback {
+    prefix: Tuple,
+    mask: Option<Tuple>,
+}
+
+fn loopback(family: IpFamily) -> Loopback {
+    match family {
+        IpFamily::IPv4 => Loopback { prefix: Tuple::new().address([127, 0, 0, 0]), mask: mask(family, 8) },
+        IpFamily::IPv6 => Loopback { prefix: Tuple::new().address(Ipv6Addr::LOCALHOST), mask: None },
+    }
+}
+
+fn inside(block: &Loopback, address: Value) -> Statement {
+    masked(block, address).equals(block.prefix)
+}
+
+fn outside(block: &Loopback, address: Value) -> Statement {
+    masked(block, address).differs(block.prefix)
+}
+
+fn masked(block: &Loopback, address: Value) -> Value {
+    match block.mask {
+        Some(mask) => address.masked(mask),
+        None => address,
+    }
+}
+
+fn chain(name: &'static str, rules: Vec<Vec<Statement>>) -> Rules {
+    Rules { chain: Chain::new(name), rules: rules.into_iter().map(Rule::new).collect() }
+}

@@ -1,0 +1,138 @@
+//! Properties: whatever happens in the cluster, in whatever order, the table follows, and a packet that walks it ends where the
+//! plan says.
+
+mod kernel;
+mod walk;
+
+use std::collections::BTreeMap;
+
+use ipnet::IpNet;
+use pointsman_crds::proxy_node_status::IpFamily;
+use proptest::prelude::*;
+
+use super::State;
+use super::fixed;
+use crate::model::family_of;
+use crate::nftables::ruleset::{Ruleset, Transaction};
+use crate::plan::random::{Cluster, FAMILIES, any_packet, change, sorted};
+use crate::plan::{Hop, Packet, Plan, Verdict};
+use kernel::apply;
+use walk::Clients;
+
+/// A cluster, and the tables of both families.
+struct World {
+    cluster: Cluster,
+    installed: BTreeMap<IpFamily, (State, Ruleset)>,
+}
+
+impl World {
+    fn new() -> Self {
+        let cluster = Cluster::new();
+        let installed = FAMILIES
+            .map(|family| (family, adopt(&cluster.plan, family, Ruleset::new(fixed::table(family)))))
+            .into();
+        Self { cluster, installed }
+    }
+
+    /// Returns the transactions.
+    fn sync(&mut self) -> Vec<Transaction> {
+        let Cluster { plan, pending, .. } = &mut self.cluster;
+        let changes = std::mem::take(pending);
+        let mut transactions = Vec::new();
+        for (state, table) in self.installed.values_mut() {
+            transactions.push(state.advance(plan, &changes));
+            if state.is_settling() {
+                apply(table, transactions.last().unwrap()).unwrap();
+                transactions.push(state.settle());
+            }
+            apply(table, transactions.last().unwrap()).unwrap();
+        }
+        transactions
+    }
+
+    /// The tables hold exactly what we think, and what a plan from scratch asks for.
+    fn check(&self) {
+        for (family, (state, table)) in &self.installed {
+            assert_eq!(state.full(), *table, "what we think is what is there");
+            assert_eq!(state.compare(table), Transaction::default());
+            let again = State::adopt(&self.cluster.plan, self.cluster.plan.node(*family).unwrap(), table);
+            assert_eq!(again.compare(table), Transaction::default(), "a restart finds nothing to do");
+            assert_eq!(table.sets.len(), 15);
+        }
+    }
+}
+
+/// What the agent does at its start.
+fn adopt(plan: &Plan, family: IpFamily, mut table: Ruleset) -> (State, Ruleset) {
+    let mut state = State::adopt(plan, plan.node(family).unwrap(), &table);
+    let missing = state.compare(&table);
+    apply(&mut table, &missing).unwrap();
+    if state.is_settling() {
+        apply(&mut table, &state.settle()).unwrap();
+    }
+    (state, table)
+}
+
+/// What this layout does of what the plan says.
+fn expected(plan: &Plan, packet: &Packet) -> Verdict {
+    let node = plan.node(family_of(packet.destination)).unwrap();
+    match plan.route(packet) {
+        Verdict::Undefined => Verdict::Reject,
+        Verdict::Untouched if inside(&node.service_cidrs, packet) => Verdict::Drop,
+        other => sorted(other),
+    }
+}
+
+fn inside(blocks: &[IpNet], packet: &Packet) -> bool {
+    blocks.iter().any(|block| block.contains(&packet.destination))
+}
+
+/// An endpoint on another node that reaches itself by way of this one keeps its source: `hairpin` holds this node's only.
+fn without_hairpin_from_afar(plan: &Plan, packet: &Packet, verdict: Verdict) -> Verdict {
+    let family = family_of(packet.destination);
+    let backends = plan.ports(family).flat_map(|(_, port)| port.backends().copied().collect::<Vec<_>>());
+    let on_this_node =
+        backends.filter(|backend| backend.address == packet.source).any(|backend| backend.local);
+    match verdict {
+        Verdict::Forward(hops) if !on_this_node => {
+            let own = |hop: &Hop| {
+                if hop.address == packet.source { Hop { masquerade: true, ..*hop } } else { *hop }
+            };
+            sorted(Verdict::Forward(hops.iter().map(own).collect()))
+        }
+        other => other,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn the_table_follows_any_changes_and_packets_end_where_the_plan_says(
+        seeds in proptest::collection::vec((any::<u64>(), prop::bool::weighted(0.2)), 1..160),
+        packets in proptest::collection::vec(any::<u64>(), 200),
+    ) {
+        let mut world = World::new();
+        for (seed, sync) in seeds {
+            if seed % 50 == 0 {
+                world.cluster.configure(seed);
+            } else {
+                world.cluster.apply(change(seed));
+            }
+            if sync {
+                world.sync();
+            }
+        }
+        world.sync();
+        world.check();
+        for seed in packets {
+            let packet = any_packet(seed);
+            let plan = &world.cluster.plan;
+            let table = &world.installed[&family_of(packet.destination)].1;
+            let walked = walk::route(table, &packet, &Clients::new());
+            let walked = without_hairpin_from_afar(plan, &packet, walked);
+            let wanted = without_hairpin_from_afar(plan, &packet, expected(plan, &packet));
+            prop_assert_eq!(walked, wanted, "{:?}", packet);
+        }
+    }
+}
