@@ -147,6 +147,26 @@ pub fn sorted(verdict: Verdict) -> Verdict {
     }
 }
 
+/// A Service of this name with this `spec`, which may hold `status` and `labels` too.
+pub fn service_applied(name: &str, spec: &Value) -> Change {
+    let mut spec = spec.clone();
+    let status = spec.as_object_mut().unwrap().remove("status").unwrap_or_default();
+    let labels = spec.as_object_mut().unwrap().remove("labels").unwrap_or_default();
+    let service = json!({"metadata": {"namespace": "ns", "name": name, "labels": labels}, "spec": spec, "status": status});
+    Change::ServiceApplied(Box::new(serde_json::from_value(service).unwrap()))
+}
+
+/// These IPv4 endpoints of the port "p" of this Service.
+pub fn slice_applied(service: &str, endpoints: &Value) -> Change {
+    let slice = json!({
+        "metadata": {"namespace": "ns", "name": service, "labels": {"kubernetes.io/service-name": service}},
+        "addressType": "IPv4",
+        "ports": [{"name": "p", "port": 8080, "protocol": "TCP"}],
+        "endpoints": endpoints,
+    });
+    Change::SliceApplied(Box::new(serde_json::from_value(slice).unwrap()))
+}
+
 /// One change.
 pub fn change(seed: u64) -> Change {
     let dice = &mut Dice::new(seed);

@@ -33,21 +33,11 @@ impl World {
     }
 
     fn service(&mut self, name: &str, spec: &Value) -> Changes {
-        let mut spec = spec.clone();
-        let status = spec.as_object_mut().unwrap().remove("status").unwrap_or_default();
-        let labels = spec.as_object_mut().unwrap().remove("labels").unwrap_or_default();
-        let service = json!({"metadata": {"namespace": "ns", "name": name, "labels": labels}, "spec": spec, "status": status});
-        self.apply(Change::ServiceApplied(Box::new(serde_json::from_value(service).unwrap())))
+        self.apply(random::service_applied(name, spec))
     }
 
     fn slice(&mut self, service: &str, endpoints: &Value) -> Changes {
-        let slice = json!({
-            "metadata": {"namespace": "ns", "name": service, "labels": {"kubernetes.io/service-name": service}},
-            "addressType": "IPv4",
-            "ports": [{"name": "p", "port": 8080, "protocol": "TCP"}],
-            "endpoints": endpoints,
-        });
-        self.apply(Change::SliceApplied(Box::new(serde_json::from_value(slice).unwrap())))
+        self.apply(random::slice_applied(service, endpoints))
     }
 
     fn zone(&mut self, zone: Option<&str>) {

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use crate::nftables::ruleset::{
-    ElementValue, Name, Operation, Rules, Ruleset, Statement, Transaction, Verdict, VerdictMap,
+    Chain, ElementValue, Name, Operation, Rules, Ruleset, Statement, Transaction, Verdict, VerdictMap,
 };
+use crate::plan::random::Dice;
 
 /// Makes the changes of a transaction, all or none.
 pub fn apply(table: &mut Ruleset, transaction: &Transaction) -> Result<(), String> {
@@ -12,6 +13,8 @@ pub fn apply(table: &mut Ruleset, transaction: &Transaction) -> Result<(), Strin
     for (operation, _) in &transaction.operations {
         step(&mut changed, operation).map_err(|problem| format!("{problem}: {operation:?}"))?;
     }
+    // What is deleted must be unused, and what is used must be there.
+    refers_to_what_exists(&changed)?;
     *table = changed;
     Ok(())
 }
@@ -27,12 +30,10 @@ fn step(table: &mut Ruleset, operation: &Operation) -> Result<(), String> {
         }
         Operation::DeleteChain(name) => {
             table.chains.remove(name).ok_or("no such chain")?;
-            (!referred(table).contains(name)).then_some(()).ok_or("busy")?;
         }
         Operation::FlushChain(name) => table.chains.get_mut(name).ok_or("no such chain")?.rules.clear(),
         Operation::AddRule { chain, rule } => {
             table.chains.get_mut(chain).ok_or("no such chain")?.rules.push(rule.clone());
-            refers_to_what_exists(table)?;
         }
         Operation::AddSet(set) => {
             let known = table.sets.entry(set.name.clone()).or_insert_with(|| set.clone());
@@ -41,7 +42,6 @@ fn step(table: &mut Ruleset, operation: &Operation) -> Result<(), String> {
         Operation::DeleteSet(name) => {
             table.sets.remove(name).ok_or("no such set")?;
             table.elements.remove(name);
-            refers_to_what_exists(table)?;
         }
         Operation::FlushSet(name) => {
             table.elements.remove(name);
@@ -118,5 +118,33 @@ fn refers_to_what_exists(table: &Ruleset) -> Result<(), String> {
     match sets.into_iter().find(|name| !table.sets.contains_key(*name)) {
         Some(missing) => Err(format!("no set {missing}")),
         None => Ok(()),
+    }
+}
+
+/// What somebody else might do to our table.
+pub fn damage(table: &mut Ruleset, dice: &mut Dice) {
+    let mut any = |length: usize| usize::try_from(dice.roll(length as u64)).unwrap();
+    match any(4) {
+        0 => {
+            let at = any(table.chains.len());
+            table.chains.values_mut().nth(at).unwrap().rules.pop();
+        }
+        1 => {
+            table.chains.insert("foreign".into(), Rules { chain: Chain::new("foreign"), rules: Vec::new() });
+        }
+        which => {
+            let at = any(table.elements.len());
+            let elements = table.elements.values_mut().nth(at).unwrap();
+            let keys: Vec<_> = elements.keys().copied().collect();
+            let (key, other) = (keys[any(keys.len())], keys[any(keys.len())]);
+            if which == 2 {
+                elements.remove(&key);
+            } else {
+                // Intervals would overlap.
+                let value = elements[&other].value.clone();
+                elements.get_mut(&key).unwrap().value = value;
+            }
+            table.elements.retain(|_, elements| !elements.is_empty());
+        }
     }
 }

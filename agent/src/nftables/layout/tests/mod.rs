@@ -1,6 +1,7 @@
 //! Properties: whatever happens in the cluster, in whatever order, the table follows, and a packet that walks it ends where the
 //! plan says.
 
+mod cases;
 mod kernel;
 mod walk;
 
@@ -14,7 +15,7 @@ use super::State;
 use super::fixed;
 use crate::model::family_of;
 use crate::nftables::ruleset::{Ruleset, Transaction};
-use crate::plan::random::{Cluster, FAMILIES, any_packet, change, sorted};
+use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted};
 use crate::plan::{Hop, Packet, Plan, Verdict};
 use kernel::apply;
 use walk::Clients;
@@ -133,6 +134,34 @@ proptest! {
             let walked = without_hairpin_from_afar(plan, &packet, walked);
             let wanted = without_hairpin_from_afar(plan, &packet, expected(plan, &packet));
             prop_assert_eq!(walked, wanted, "{:?}", packet);
+        }
+    }
+
+    #[test]
+    fn a_restart_over_whatever_is_there_ends_in_the_same_table(
+        before in proptest::collection::vec(any::<u64>(), 1..120),
+        after in proptest::collection::vec(any::<u64>(), 0..60),
+        damage in proptest::collection::vec(any::<u64>(), 0..20),
+        reconfigure in any::<Option<u64>>(),
+    ) {
+        let mut world = World::new();
+        for seed in before {
+            world.cluster.apply(change(seed));
+        }
+        world.sync();
+        for seed in after {
+            world.cluster.apply(change(seed));
+        }
+        if let Some(seed) = reconfigure {
+            world.cluster.configure(seed);
+        }
+        for family in FAMILIES {
+            let mut table = world.installed[&family].1.clone();
+            for seed in &damage {
+                kernel::damage(&mut table, &mut Dice::new(*seed));
+            }
+            let (state, table) = adopt(&world.cluster.plan, family, table);
+            prop_assert_eq!(state.full(), table);
         }
     }
 }

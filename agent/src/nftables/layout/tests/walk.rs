@@ -209,6 +209,10 @@ impl Walk<'_> {
                         self.clients.remove(&key);
                     }
                     DynamicOperation::Add | DynamicOperation::Update => {
+                        let full = self.clients.len() >= self.table.sets[set].size.unwrap() as usize;
+                        if full && !self.clients.contains_key(&key) {
+                            return None;
+                        }
                         self.clients.entry(key).or_insert(data);
                     }
                 }
