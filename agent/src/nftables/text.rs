@@ -360,6 +360,7 @@ fn datum(bytes: &[u8], kind: Type) -> String {
         (Type::ClassId, Ok(0)) => "none".to_owned(),
         (Type::ClassId, Ok(u32::MAX)) => "root".to_owned(),
         (Type::ClassId, Ok(word)) => format!("{:x}:{:x}", word >> 16, word & 0xffff),
+        (Type::CtState, Ok(Value::CT_INVALID)) => "invalid".to_owned(),
         (Type::CtState, Ok(Value::CT_NEW)) => "new".to_owned(),
         (Type::CtStatus, Ok(Value::CT_DNAT)) => "dnat".to_owned(),
         (Type::AddressType, Ok(Value::LOCAL)) => "local".to_owned(),

@@ -1,7 +1,7 @@
 //! What the table holds, and what must change when the plan does.
 //!
 //! In: the [`Plan`] and its [`Changes`]; at the start, the table as it was read back. Out: a [`Transaction`]. One change costs what
-//! that Service costs: nothing here walks over all of them but [`State::adopt`], [`State::full`] and [`State::compare`].
+//! that Service costs: nothing here walks over all of them but [`State::adopt`] and [`State::full`].
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use super::ids::Ids;
 use super::port::{List, Port, entrances, reorder, source_ranges};
 use super::recovered::{Prior, Recovered};
 use super::word::{self, LENGTH_SHIFT, LOCAL};
-use crate::nftables::ruleset::{Element, Name, Operation, Origin, Rules, Ruleset, Set, Transaction, Tuple};
+use crate::nftables::ruleset::{Element, Origin, Rules, Ruleset, Transaction, Tuple};
 use crate::plan::{Backend, Changes, NodePlan, Plan, PortId, PortPlan, Target};
 
 /// What this layout cannot do for a Service port.
@@ -51,8 +51,8 @@ pub struct State {
 type Uses = HashMap<IpAddr, usize>;
 
 impl State {
-    /// The state that a plan asks for, with the numbers that `read` has: clients stay where they are, and
-    /// [`State::compare`] with the same `read` finds only what really differs.
+    /// The state that a plan asks for, with the numbers that `read` has: clients stay where they are, and `read` and
+    /// [`State::full`] differ only in what has really changed.
     #[must_use]
     pub fn adopt(plan: &Plan, node: &NodePlan, read: &Ruleset) -> Self {
         let mut found = Recovered::from(read);
@@ -327,28 +327,6 @@ impl State {
             .chain(self.classes.chains())
     }
 
-    /// Every element; those that several Service ports need as often.
-    fn elements(&self, emit: &mut dyn FnMut(&'static str, Element, Origin)) {
-        for (set, element) in fixed::elements(&self.node) {
-            emit(set, element, Origin::NONE);
-        }
-        for element in self.classes.elements() {
-            emit(CLASSES, element, Origin::NONE);
-        }
-        for (id, port) in &self.ports {
-            let origin = port.origin();
-            port.elements(id, &mut |set, element| emit(set, element, origin));
-            for (set, element, _) in shared(&port.plan) {
-                emit(set, element, origin);
-            }
-            if let Some(list) = port.list {
-                for range in source_ranges(&port.plan).into_iter().flatten() {
-                    emit(SOURCES, source(list, range), origin);
-                }
-            }
-        }
-    }
-
     /// The whole table.
     #[must_use]
     pub fn full(&self) -> Ruleset {
@@ -359,84 +337,22 @@ impl State {
         for Rules { chain, rules } in self.chains() {
             ruleset.add_chain(chain, rules);
         }
-        self.elements(&mut |set, element, _| ruleset.add_element(set, element));
+        let classes = self.classes.elements().map(|element| (CLASSES, element));
+        for (set, element) in fixed::elements(&self.node).into_iter().chain(classes) {
+            ruleset.add_element(set, element);
+        }
+        for (id, port) in &self.ports {
+            port.elements(id, &mut |set, element| ruleset.add_element(set, element));
+            for (set, element, _) in shared(&port.plan) {
+                ruleset.add_element(set, element);
+            }
+        }
+        for (list, ranges) in self.lists.all() {
+            for range in ranges {
+                ruleset.add_element(SOURCES, source(list, *range));
+            }
+        }
         ruleset
-    }
-
-    /// What must change in a table that was read back. What packets have written stays, unless a set or hook of ours was
-    /// declared differently: then the table is replaced as a whole, in one transaction.
-    #[must_use]
-    pub fn compare(&self, read: &Ruleset) -> Transaction {
-        let mut first = Transaction::default();
-        let mut then = |operation| first.push(operation, Origin::NONE);
-        let (sets, chains) = (fixed::sets(), self.chains().collect::<Vec<_>>());
-        let other_set = |set: &Set| read.sets.get(&set.name).is_some_and(|known| known != set);
-        let other_hook = |wanted: &Rules| {
-            read.chains.get(&wanted.chain.name).is_some_and(|known| known.chain != wanted.chain)
-        };
-        let empty;
-        let mut read = read;
-        if sets.iter().any(other_set) || chains.iter().any(other_hook) {
-            then(Operation::AddTable);
-            then(Operation::DeleteTable);
-            empty = Ruleset::new(fixed::table(self.node.family));
-            read = &empty;
-        }
-        if read.sets.is_empty() && read.chains.is_empty() {
-            then(Operation::AddTable);
-        }
-        let mut foreign_sets: BTreeSet<&Name> = read.sets.keys().collect();
-        let mut foreign_chains: BTreeSet<&Name> = read.chains.keys().collect();
-        let mut delta = Delta::default();
-        for set in sets {
-            if !foreign_sets.remove(&set.name) {
-                then(Operation::AddSet(set));
-            }
-        }
-        for wanted in chains {
-            foreign_chains.remove(&wanted.chain.name);
-            match read.chains.get(&wanted.chain.name) {
-                None => delta.chain(wanted, Origin::NONE),
-                Some(known) if known.rules != wanted.rules => delta.rewrite(wanted),
-                Some(_) => {}
-            }
-        }
-        for chain in &foreign_chains {
-            then(Operation::FlushChain((*chain).clone()));
-        }
-        self.compare_elements(read, &mut delta);
-        first.operations.append(&mut delta.into_transaction().operations);
-        for set in foreign_sets {
-            first.push(Operation::DeleteSet(set.clone()), Origin::NONE);
-        }
-        for chain in foreign_chains {
-            first.push(Operation::DeleteChain(chain.clone()), Origin::NONE);
-        }
-        first
-    }
-
-    fn compare_elements(&self, read: &Ruleset, delta: &mut Delta) {
-        let mut wanted: HashMap<&'static str, BTreeSet<Tuple>> = HashMap::new();
-        self.elements(&mut |set, element, origin| {
-            wanted.entry(set).or_default().insert(element.key);
-            match read.elements.get(set).and_then(|elements| elements.get(&element.key)) {
-                Some(known) if *known == element => {}
-                Some(known) => {
-                    delta.remove(set, known.clone(), origin);
-                    delta.add(set, element, origin);
-                }
-                None => delta.add(set, element, origin),
-            }
-        });
-        for set in fixed::sets().iter().filter(|set| !set.flags.dynamic) {
-            let Name::Borrowed(name) = set.name else { continue };
-            let wanted = wanted.get(name);
-            for known in read.elements.get(name).into_iter().flat_map(BTreeMap::values) {
-                if !wanted.is_some_and(|wanted| wanted.contains(&known.key)) {
-                    delta.remove(name, known.clone(), Origin::NONE);
-                }
-            }
-        }
     }
 }
 
@@ -495,6 +411,11 @@ impl Lists {
             }
         }
         lists
+    }
+
+    /// All lists with their numbers.
+    fn all(&self) -> impl Iterator<Item = (u32, &[IpNet])> {
+        self.known.iter().map(|(ranges, (number, _))| (*number, &**ranges))
     }
 
     /// Forgets those that nobody has asked for.

@@ -8,7 +8,7 @@ use super::super::class::Class;
 use super::super::{Limit, State, fixed, word};
 use super::kernel::apply;
 use super::walk::{Clients, ends};
-use super::{World, adopt};
+use super::{World, adopt, repair};
 use crate::model::{Change, ObjectName};
 use crate::nftables::ruleset::{Operation, Origin, Ruleset, Transaction, Tuple};
 use crate::plan::random::{service_applied, slice_applied};
@@ -324,8 +324,7 @@ fn a_new_declaration_replaces_the_table_at_once() {
     let mut old = table.clone();
     old.sets.get_mut(fixed::AFFINITY).unwrap().size = Some(20);
     old.add_chain(crate::nftables::ruleset::Chain::new("left"), []);
-    let replacement = state.compare(&old);
-    apply(&mut old, &replacement).unwrap();
+    repair(&state, &mut old);
     assert_eq!(old, table);
 }
 

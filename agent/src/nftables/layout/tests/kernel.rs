@@ -21,7 +21,7 @@ pub fn apply(table: &mut Ruleset, transaction: &Transaction) -> Result<(), Strin
 
 fn step(table: &mut Ruleset, operation: &Operation) -> Result<(), String> {
     match operation {
-        Operation::AddTable => {}
+        Operation::AddTable | Operation::AddDormantTable => {}
         Operation::DeleteTable => *table = Ruleset::new(table.table.clone()),
         Operation::AddChain(chain) => {
             let rules = Rules { chain: chain.clone(), rules: Vec::new() };
