@@ -58,8 +58,8 @@ pub enum TakeoverError {
     },
 }
 
-/// Removes what is left. What is not there is no error.
-pub async fn remove(tools: &Tools) -> Result<Left, TakeoverError> {
+/// Removes what is left; of mode ipvs only if there are tools for its chains and sets. What is not there is no error.
+pub async fn remove(tools: Option<&Tools>) -> Result<Left, TakeoverError> {
     for family in [IpFamily::IPv4, IpFamily::IPv6] {
         match netfilter::delete_table(family, TABLE) {
             Ok(()) => info!(?family, "kube-proxy's table {TABLE} of mode nftables removed"),
@@ -76,8 +76,11 @@ pub async fn remove(tools: &Tools) -> Result<Left, TakeoverError> {
     }
     let ipvs = |what| move |why: String| TakeoverError::Ipvs { what, why };
     let device = if_nametoindex(DEVICE).ok();
-    let sets = iptables::kube_proxy_sets(tools).await;
-    if device.is_some() || !sets.is_empty() {
+    let sets = match tools {
+        Some(tools) => iptables::kube_proxy_sets(tools).await,
+        None => Vec::new(),
+    };
+    if let Some(tools) = tools.filter(|_| device.is_some() || !sets.is_empty()) {
         if connected(&fs::read_to_string(CONNECTIONS).unwrap_or_default()) {
             info!("kube-proxy's mode ipvs is left in place while connections run through it");
             return Ok(Left::Draining);

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::{IpFamilyPolicy, Mode};
+use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode};
 use tracing::{info, warn};
 
 use super::{Opened, Platform};
@@ -17,6 +17,7 @@ use crate::iptables::{self, Connections, Tools};
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
+use crate::nftables;
 use crate::plan::{Changes, Plan};
 use crate::sysctl::{self, Settings, Sysctls, Write};
 use crate::takeover::{self, Left, TakeoverError};
@@ -24,7 +25,7 @@ use crate::takeover::{self, Left, TakeoverError};
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// Modes that this build can run.
-pub const MODES: [Mode; 1] = [Mode::Iptables];
+pub const MODES: [Mode; 2] = [Mode::Nftables, Mode::Iptables];
 
 /// The node that this process runs on.
 #[derive(Debug)]
@@ -40,55 +41,81 @@ impl Node {
     }
 }
 
+/// What writes the kernel, in whichever mode.
+pub enum Dataplane {
+    /// Mode iptables.
+    Iptables(iptables::Dataplane),
+    /// Mode nftables.
+    Nftables(nftables::Dataplane),
+}
+
+impl Dataplane {
+    /// The families that are served.
+    #[must_use]
+    pub fn families(&self) -> &[IpFamily] {
+        match self {
+            Self::Iptables(iptables) => iptables.families(),
+            Self::Nftables(nftables) => nftables.families(),
+        }
+    }
+}
+
 impl Platform for Node {
-    type Dataplane = iptables::Dataplane;
+    type Dataplane = Dataplane;
 
     async fn open(
         &mut self,
         config: &NodeProxyConfiguration,
         node: &NodeFacts,
     ) -> Result<Opened<Self::Dataplane>, Rejection> {
-        let (mode, fallback) = choose_mode(config)?;
         let families = choose_families(config.ip_family_policy, node, kernel_has_ipv6())?;
-        let tools = Tools::detect(config.iptables.backend)
-            .await
-            .map_err(|error| Rejection { reason: "ToolMissing", message: error.to_string() })?;
-        info!(version = tools.version(), "iptables tools found");
-        let iptables_version = Some(tools.version().to_owned());
-        // A process that was killed while it changed the flavour has left its rules, and nobody else would remove them.
-        let other_flavour = tools.other_flavour_in_use().await;
-        let mut leftovers: Vec<_> =
-            other_flavour.into_iter().map(|other| iptables::Dataplane::new(other, &BOTH)).collect();
-        // So has one that served a family more.
-        for family in BOTH.into_iter().filter(|family| !families.contains(family)) {
-            if tools.in_use(family).await {
-                leftovers.push(iptables::Dataplane::new(tools.clone(), &[family]));
+        let mut refused: Vec<Rejection> = Vec::new();
+        for mode in [config.mode].iter().chain(&config.fallback_modes).copied() {
+            match open_mode(mode, config, &families).await {
+                Ok(dataplane) => {
+                    let iptables_version = match &dataplane {
+                        Dataplane::Iptables(iptables) => Some(iptables.tools().version().to_owned()),
+                        Dataplane::Nftables(_) => None,
+                    };
+                    let leftovers = leftovers(&dataplane).await;
+                    let fallback = fallback(mode, &refused);
+                    return Ok(Opened { dataplane, leftovers, mode, fallback, families, iptables_version });
+                }
+                Err(rejection) => refused.push(rejection),
             }
         }
-        let mut dataplane = iptables::Dataplane::new(tools, &families);
-        match Notices::subscribe() {
-            Ok(notices) => dataplane.listen(notices),
-            Err(error) => {
-                info!("the kernel's notices about rules cannot be read ({error}); reading the rules instead");
-            }
-        }
-        Ok(Opened { dataplane, leftovers, mode, fallback, families, iptables_version })
+        Err(no_mode(&refused))
     }
 
     async fn retire(&mut self, old: &Self::Dataplane, new: &Self::Dataplane) -> Result<(), SyncError> {
-        let flavour = old.tools().flavour();
-        let same = flavour == new.tools().flavour();
         for family in old.families() {
             let served = new.families().contains(family);
-            if same && served {
-                // The same chains: the new set-up has taken them over.
+            let taken_over = match (old, new) {
+                // The same chains, or the same table.
+                (Dataplane::Iptables(old), Dataplane::Iptables(new)) => {
+                    old.tools().flavour() == new.tools().flavour()
+                }
+                (Dataplane::Nftables(_), Dataplane::Nftables(_)) => true,
+                _ => false,
+            };
+            if taken_over && served {
                 continue;
             }
-            info!(%flavour, ?family, "removing the rules that are not in use any more");
-            let connections = if served { Connections::Covered } else { Connections::Anchor };
-            iptables::cleanup(old.tools(), &[*family], connections).await.map_err(|error| SyncError {
+            let removed = match old {
+                Dataplane::Iptables(old) => {
+                    let flavour = old.tools().flavour();
+                    info!(%flavour, ?family, "removing the rules of iptables that are not in use any more");
+                    let connections = if served { Connections::Covered } else { Connections::Anchor };
+                    iptables::cleanup(old.tools(), &[*family], connections).await.map(|_| ())
+                }
+                Dataplane::Nftables(_) => {
+                    info!(?family, "removing the table of nftables that is not in use any more");
+                    nftables::cleanup(&[*family]).await
+                }
+            };
+            removed.map_err(|error| SyncError {
                 message: format!(
-                    "the rules of the {flavour} flavour cannot be removed, and packets may meet them: {}",
+                    "what this node was programmed with before cannot be removed, and packets may meet it: {}",
                     error.message
                 ),
                 ..error
@@ -98,7 +125,14 @@ impl Platform for Node {
     }
 
     async fn take_over(&mut self, new: &Self::Dataplane) -> Result<bool, SyncError> {
-        match takeover::remove(new.tools()).await {
+        let removed = match new {
+            Dataplane::Iptables(iptables) => takeover::remove(Some(iptables.tools())).await,
+            Dataplane::Nftables(_) => {
+                let tools = Tools::detect(IptablesBackend::Auto).await.ok();
+                takeover::remove(tools.as_ref()).await
+            }
+        };
+        match removed {
             Ok(Left::Draining) => Ok(false),
             Ok(Left::Nothing | Left::VirtualServers) => Ok(true),
             Err(error @ TakeoverError::Table(_)) => Err(SyncError {
@@ -141,47 +175,142 @@ impl Platform for Node {
     }
 }
 
-impl super::Dataplane for iptables::Dataplane {
-    async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
-        Self::sync(self, plan, changes).await
-    }
-
-    async fn changed(&mut self) {
-        Self::changed(self).await;
-    }
-
-    async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
-        Self::invalid_dropped(self).await
-    }
-
-    async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
-        Self::verify(self, plan, reach).await
-    }
-
-    async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
-        Self::repair(self, plan).await
-    }
-
-    async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
-        Self::probe(self, plan).await
+async fn open_mode(
+    mode: Mode,
+    config: &NodeProxyConfiguration,
+    families: &[IpFamily],
+) -> Result<Dataplane, Rejection> {
+    match mode {
+        Mode::Iptables => {
+            let tools = Tools::detect(config.iptables.backend)
+                .await
+                .map_err(|error| Rejection { reason: "ToolMissing", message: error.to_string() })?;
+            info!(version = tools.version(), "iptables tools found");
+            let mut dataplane = iptables::Dataplane::new(tools, families);
+            match Notices::subscribe() {
+                Ok(notices) => dataplane.listen(notices),
+                Err(error) => {
+                    info!(
+                        "the kernel's notices about rules cannot be read ({error}); reading the rules instead"
+                    );
+                }
+            }
+            Ok(Dataplane::Iptables(dataplane))
+        }
+        Mode::Nftables => nftables::Dataplane::open(families)
+            .await
+            .map(Dataplane::Nftables)
+            .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
+        Mode::Ipvs | Mode::Userspace => Err(Rejection {
+            reason: "ModeUnsupported",
+            message: format!("mode {mode} is not supported by this agent"),
+        }),
     }
 }
 
-/// The first of the configured modes that this build has, and why it is not the first of all.
-fn choose_mode(config: &NodeProxyConfiguration) -> Result<(Mode, Option<String>), Rejection> {
-    if MODES.contains(&config.mode) {
-        return Ok((config.mode, None));
+/// What a process has left that was killed while it changed the mode, the flavour or the families: nobody else would remove it.
+async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
+    let families = dataplane.families();
+    let other = |family: &IpFamily| !families.contains(family);
+    let mut left = Vec::new();
+    let mut add = |tools: Tools, families: &[IpFamily]| {
+        left.push(Dataplane::Iptables(iptables::Dataplane::new(tools, families)));
+    };
+    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(|error| {
+        info!("whether there are tables of ours is not known: {error}");
+        Vec::new()
+    });
+    match dataplane {
+        Dataplane::Iptables(iptables) => {
+            let tools = iptables.tools();
+            if let Some(flavour) = tools.other_flavour_in_use().await {
+                add(flavour, &BOTH);
+            }
+            for family in BOTH.into_iter().filter(other) {
+                if tools.in_use(family).await {
+                    add(tools.clone(), &[family]);
+                }
+            }
+        }
+        Dataplane::Nftables(_) => {
+            tables.retain(other);
+            for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
+                let Ok(tools) = Tools::detect(backend).await else { continue };
+                if tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await {
+                    add(tools, &BOTH);
+                }
+            }
+        }
     }
-    let missing = format!("mode {} is not supported by this agent", config.mode);
-    match config.fallback_modes.iter().find(|mode| MODES.contains(mode)) {
-        Some(mode) => Ok((*mode, Some(format!("{missing}; running in mode {mode} from fallbackModes")))),
-        None => Err(Rejection {
-            reason: "ModeUnsupported",
-            message: format!(
-                "{missing}, and fallbackModes names none that is ({}); set one of them, or upgrade the agent",
-                MODES.map(|mode| mode.to_string()).join(", ")
-            ),
-        }),
+    if !tables.is_empty()
+        && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
+    {
+        left.push(Dataplane::Nftables(nftables));
+    }
+    left
+}
+
+/// Why it is not the mode of first choice.
+fn fallback(mode: Mode, refused: &[Rejection]) -> Option<String> {
+    let reasons: Vec<_> = refused.iter().map(|rejection| rejection.message.as_str()).collect();
+    (!reasons.is_empty())
+        .then(|| format!("{}; running in mode {mode} from fallbackModes", reasons.join("; ")))
+}
+
+fn no_mode(refused: &[Rejection]) -> Rejection {
+    let messages: Vec<_> = refused.iter().map(|rejection| rejection.message.as_str()).collect();
+    Rejection {
+        reason: refused.first().map_or("ModeUnsupported", |rejection| rejection.reason),
+        message: format!(
+            "{}; this agent has the modes {}: add one that this node can run to fallbackModes",
+            messages.join("; "),
+            MODES.map(|mode| mode.to_string()).join(", ")
+        ),
+    }
+}
+
+impl super::Dataplane for Dataplane {
+    async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
+        match self {
+            Self::Iptables(iptables) => iptables.sync(plan, changes).await,
+            Self::Nftables(nftables) => nftables.sync(plan, changes).await,
+        }
+    }
+
+    async fn changed(&mut self) {
+        match self {
+            Self::Iptables(iptables) => iptables.changed().await,
+            Self::Nftables(nftables) => nftables.changed().await,
+        }
+    }
+
+    async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
+        match self {
+            Self::Iptables(iptables) => iptables.invalid_dropped().await,
+            // The rule does not count.
+            Self::Nftables(_) => BTreeMap::new(),
+        }
+    }
+
+    async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
+        match self {
+            Self::Iptables(iptables) => iptables.verify(plan, reach).await,
+            Self::Nftables(nftables) => nftables.verify(plan).await,
+        }
+    }
+
+    async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
+        match self {
+            Self::Iptables(iptables) => iptables.repair(plan).await,
+            Self::Nftables(nftables) => nftables.repair().await,
+        }
+    }
+
+    async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
+        match self {
+            Self::Iptables(iptables) => iptables.probe(plan).await,
+            Self::Nftables(nftables) => nftables.probe().await,
+        }
     }
 }
 
@@ -232,18 +361,22 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_first_mode_that_this_build_has_is_chosen() {
-        let mut config = sample();
-        assert_eq!(choose_mode(&config), Ok((Mode::Iptables, None)));
-        config.mode = Mode::Ipvs;
-        let rejection = choose_mode(&config).unwrap_err();
+    #[tokio::test]
+    async fn a_mode_that_this_build_does_not_have_is_refused_with_a_way_out() {
+        let rejection = open_mode(Mode::Ipvs, &sample(), &BOTH).await.err().unwrap();
         assert_eq!(rejection.reason, "ModeUnsupported");
-        assert!(rejection.message.contains("mode ipvs"), "{}", rejection.message);
-        config.fallback_modes = vec![Mode::Nftables, Mode::Iptables];
-        let (mode, why) = choose_mode(&config).unwrap();
-        assert_eq!(mode, Mode::Iptables);
-        assert!(why.unwrap().contains("mode ipvs is not supported"));
+        let tool = Rejection { reason: "ToolMissing", message: "no iptables".to_owned() };
+        let none = no_mode(&[rejection.clone(), tool]);
+        assert_eq!(none.reason, "ModeUnsupported");
+        assert_eq!(
+            none.message,
+            "mode ipvs is not supported by this agent; no iptables; this agent has the modes nftables, iptables: add one that this node can run to fallbackModes"
+        );
+        assert_eq!(fallback(Mode::Iptables, &[]), None);
+        assert_eq!(
+            fallback(Mode::Iptables, &[rejection]).unwrap(),
+            "mode ipvs is not supported by this agent; running in mode iptables from fallbackModes"
+        );
     }
 
     #[test]

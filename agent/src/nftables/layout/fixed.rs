@@ -48,7 +48,8 @@ const SOURCE_NAT: i32 = 99;
 const FILTER: i32 = 0;
 
 /// Our table.
-pub(super) fn table(family: IpFamily) -> Table {
+#[must_use]
+pub fn table(family: IpFamily) -> Table {
     Table::new(family, "pointsman")
 }
 

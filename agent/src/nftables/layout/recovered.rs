@@ -4,17 +4,18 @@
 //! differs, and clients stay where they are.
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::class::Class;
 use super::fixed::{
-    CLASSES, ENDPOINTS, FRONTENDS, NODE_PORTS, POSTROUTING, RESTRICTED, SLOTS, SOURCES, STICKY,
+    CLASSES, ENDPOINTS, FRONTENDS, GROUPS, NODE_PORTS, POSTROUTING, RESTRICTED, SLOTS, SOURCES, STICKY,
 };
 use super::port::{Endpoint, Slots};
 use super::word::{self, GROUP, LENGTH_SHIFT, LIST, LOCAL};
+use crate::conntrack::{Frontend, NodePort, Protocol, Target};
 use crate::nftables::ruleset::{Element, ElementValue, Ruleset, Statement, Tuple, Value, Verdict};
 
 /// What a Service port had before.
@@ -132,6 +133,32 @@ impl Recovered {
         let chains = read.chains.keys().filter_map(|name| Class::named(name));
         self.classes.extend(chains.map(|class| (class, None)));
     }
+}
+
+/// The UDP and SCTP frontends that a table leads to endpoints.
+#[must_use]
+pub fn served(read: &Ruleset) -> Vec<Target> {
+    let groups = read.elements.get(GROUPS);
+    let leads_somewhere = |word: u32| {
+        let has = |group: u32| groups.is_some_and(|groups| groups.contains_key(&Tuple::new().word(group)));
+        let group = word & GROUP & !LOCAL;
+        has(group) || has(group | LOCAL)
+    };
+    let protocol = |number| Protocol::from_number(number).filter(|protocol| *protocol != Protocol::Tcp);
+    let frontends = words(read, FRONTENDS).filter(|(_, word)| leads_somewhere(*word));
+    let frontends = frontends.filter_map(|(element, _)| {
+        let mut key = Columns::of(&element.key);
+        let address = key.address(read.table.family)?;
+        let protocol = protocol(key.protocol()?)?;
+        Some(Frontend::new(SocketAddr::new(address, key.port()?), protocol).into())
+    });
+    let node_ports = words(read, NODE_PORTS).filter(|(_, word)| leads_somewhere(*word));
+    let node_ports = node_ports.filter_map(|(element, _)| {
+        let mut key = Columns::of(&element.key);
+        let protocol = protocol(key.protocol()?)?;
+        Some(NodePort::new(key.port()?, protocol).into())
+    });
+    frontends.chain(node_ports).collect()
 }
 
 fn elements<'a>(read: &'a Ruleset, set: &str) -> impl Iterator<Item = &'a Element> {

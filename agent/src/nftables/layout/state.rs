@@ -4,10 +4,12 @@
 //! that Service costs: nothing here walks over all of them but [`State::adopt`] and [`State::full`].
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use ipnet::IpNet;
+use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::class::{Class, Classes};
 use super::delta::Delta;
@@ -26,6 +28,19 @@ pub enum Limit {
     Unserved,
     /// Served, but clients do not stay with their endpoint: it has more than 4,095, or there are too many different timeouts.
     WithoutAffinity,
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unserved => {
+                "not served: mode nftables has no number left for it; use another mode on this node"
+            }
+            Self::WithoutAffinity => {
+                "served without session affinity: mode nftables can keep 4095 endpoints apart, and 2048 pairs of timeout and number of endpoints"
+            }
+        })
+    }
 }
 
 /// What our table of one family holds.
@@ -302,6 +317,12 @@ impl State {
 
     fn uses(&mut self, set: &'static str) -> &mut Uses {
         if set == HAIRPIN { &mut self.hairpins } else { &mut self.cluster_ips }
+    }
+
+    /// Whose addresses its table looks at.
+    #[must_use]
+    pub fn family(&self) -> IpFamily {
+        self.node.family
     }
 
     /// The Service port that an operation of the last transaction is for.

@@ -1,0 +1,365 @@
+//! Keeps our tables equal to the plan: writes, reads back, remembers whether that succeeded.
+//!
+//! In: the [`Plan`] and its [`Changes`]. Out: kernel state, and [`Synced`] or a [`SyncError`] per family. What to write is
+//! decided in [`super::layout`].
+//!
+//! While the installed state is known, a sync writes only what changed and reads nothing. It is unknown at the start and
+//! after any failure; then a sync reads our table back and writes what differs. Nothing is flushed, so there is no gap.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
+use nix::errno::Errno;
+use pointsman_crds::proxy_node_status::IpFamily;
+use tracing::{debug, info, warn};
+
+use super::client::Client;
+use super::compare::{Repair, compare};
+use super::error::Error;
+use super::layout::{self, Limit, State, table};
+use super::probe::probe;
+use super::read::Installed;
+use super::ruleset::{Operation, Origin, Ruleset, Transaction};
+use super::watch::Watch;
+use crate::conntrack::Target;
+use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::plan::{Changes, NodePlan, Plan, PortId};
+
+/// How long packets that carry a mark may be on their way through the node.
+const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
+/// Kernels before 6.2 hold on to chains that elements led to, for about as long.
+const REFERENCES_LEAVE: Duration = Duration::from_secs(1);
+/// What metrics call our tables.
+const TABLE: &str = "pointsman";
+
+/// The tables of one node.
+pub struct Dataplane {
+    client: Client,
+    families: Vec<IpFamily>,
+    /// What is installed, where that is known.
+    known: BTreeMap<IpFamily, Known>,
+    /// What the last look has found to differ.
+    found: BTreeMap<IpFamily, Repair>,
+    /// What tells of changes by others.
+    watches: BTreeMap<IpFamily, Watch>,
+}
+
+/// What is installed in a family.
+struct Known {
+    state: State,
+    /// Elements in it.
+    elements: usize,
+    /// When it was written last.
+    written: Instant,
+    /// What was said about Service ports that cannot be served as they should.
+    limits: BTreeMap<PortId, Limit>,
+}
+
+impl Dataplane {
+    /// Finds out whether this kernel can do all that we need; the error says what is missing. Writes to the network namespace of
+    /// this thread. Knows nothing of what is installed yet: the first [`Dataplane::sync`] reads it and writes what differs.
+    pub async fn open(families: &[IpFamily]) -> Result<Self, String> {
+        let mut client = Client::open().map_err(|error| error.to_string())?;
+        for family in families.iter().copied() {
+            let missing = client.with(move |connection| probe(connection, family)).await;
+            let missing = missing.map_err(|error| error.to_string())?;
+            if !missing.is_empty() {
+                let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
+                return Err(format!("{family:?}: {}", names.join("; ")));
+            }
+        }
+        Ok(Self::new(client, families))
+    }
+
+    /// What an earlier process has left in these families, to be removed.
+    pub fn leftover(families: &[IpFamily]) -> Result<Self, Error> {
+        Ok(Self::new(Client::open()?, families))
+    }
+
+    fn new(client: Client, families: &[IpFamily]) -> Self {
+        Self {
+            client,
+            families: families.to_vec(),
+            known: BTreeMap::new(),
+            found: BTreeMap::new(),
+            watches: BTreeMap::new(),
+        }
+    }
+
+    /// The families whose tables it writes.
+    #[must_use]
+    pub fn families(&self) -> &[IpFamily] {
+        &self.families
+    }
+
+    /// Waits until somebody else has changed something that may be ours; for ever where the kernel does not tell.
+    pub async fn changed(&mut self) {
+        let mut waiting: FuturesUnordered<_> = self.watches.values_mut().map(Watch::changed).collect();
+        let told = waiting.next().await;
+        drop(waiting);
+        match told {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => {
+                info!(
+                    "the kernel's notices about tables cannot be read ({error}); reading the tables instead"
+                );
+                self.watches.clear();
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Makes the kernel equal to the plan. One family failing never keeps the other from being written. What failed is
+    /// read back and repaired by the next call, even if that brings no changes.
+    pub async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
+        let mut synced = Synced::default();
+        let mut errors = Vec::new();
+        for family in self.families.clone() {
+            let Some(node) = plan.node(family) else { continue };
+            let start = Instant::now();
+            // Taken out, so that it stays unknown if the write fails or is cancelled.
+            let known = self.known.remove(&family);
+            synced.full |= known.is_none();
+            let outcome = match known {
+                Some(known) => self.advance(plan, changes, known).await,
+                None => self.adopt(plan, node, &mut synced.served).await,
+            };
+            match outcome {
+                Ok((mut known, written)) => {
+                    known.report_limits(family);
+                    synced.written.insert((family, TABLE), written);
+                    synced.rules.insert((family, TABLE), known.elements);
+                    synced.duration.insert(family, start.elapsed());
+                    debug!(?family, written, elapsed = ?start.elapsed(), "elements written");
+                    self.known.insert(family, known);
+                }
+                Err(error) => errors.push(error),
+            }
+        }
+        (synced, errors)
+    }
+
+    async fn advance(
+        &mut self,
+        plan: &Plan,
+        changes: &Changes,
+        mut known: Known,
+    ) -> Result<(Known, usize), SyncError> {
+        if known.written.elapsed() > REFERENCES_LEAVE {
+            let unused = known.state.sweep();
+            self.write(&mut known, unused).await?;
+        }
+        let transaction = known.state.advance(plan, changes);
+        let written = self.write(&mut known, transaction).await?;
+        self.settle(&mut known).await?;
+        Ok((known, written))
+    }
+
+    /// Takes over what an earlier process has installed, or somebody else has changed.
+    async fn adopt(
+        &mut self,
+        plan: &Plan,
+        node: &NodePlan,
+        served: &mut Vec<(IpFamily, Target)>,
+    ) -> Result<(Known, usize), SyncError> {
+        let table = table(node.family);
+        let read = self.client.read(&table).await.map_err(|error| failed(node.family, &error))?;
+        if let Some(read) = &read {
+            // Also if this fails: what served them may be gone by the next time.
+            served.extend(layout::served(&read.ruleset).into_iter().map(|target| (node.family, target)));
+        }
+        let state = adopted(plan, node, read.as_ref());
+        let full = state.full();
+        let repair = compare(&full, read.as_ref());
+        if read.is_some() && !repair.is_empty() {
+            info!(family = ?node.family, differences = repair.differences.len(), first = repair.differences.first(), "repairing our table");
+        }
+        drop(read);
+        let elements = full.elements.values().map(BTreeMap::len).sum();
+        let limits = BTreeMap::new();
+        let mut known = Known { state, elements, written: Instant::now(), limits };
+        let written =
+            self.write(&mut known, repair.first).await? + self.write(&mut known, repair.then).await?;
+        known.elements = elements;
+        self.settle(&mut known).await?;
+        self.listen(node.family);
+        Ok((known, written))
+    }
+
+    /// Only after the first load: while somebody listens, the kernel tells of each element, which makes a load far slower.
+    fn listen(&mut self, family: IpFamily) {
+        match Watch::open(table(family), self.client.port()) {
+            Ok(watch) => {
+                self.watches.insert(family, watch);
+            }
+            Err(error) => info!(
+                ?family,
+                "the kernel's notices about our table cannot be read ({error}); reading the table instead"
+            ),
+        }
+    }
+
+    /// Ends a change of the mark bit, once no packet carries the old one any more.
+    async fn settle(&mut self, known: &mut Known) -> Result<(), SyncError> {
+        if known.state.is_settling() {
+            tokio::time::sleep(MARKED_PACKETS_LEAVE).await;
+            let last = known.state.settle();
+            self.write(known, last).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns how many elements were written or deleted.
+    async fn write(&mut self, known: &mut Known, transaction: Transaction) -> Result<usize, SyncError> {
+        if transaction.is_empty() {
+            return Ok(0);
+        }
+        let (added, deleted) = elements(&transaction);
+        let result = self.client.apply(&table(known.state.family()), Arc::new(transaction)).await;
+        result.map_err(|error| known.failed(&error))?;
+        known.elements = (known.elements + added).saturating_sub(deleted);
+        known.written = Instant::now();
+        Ok(added + deleted)
+    }
+
+    /// Reads the kernel and says where it differs from what was last written, or, if that is unknown, from the plan. Empty: equal.
+    /// Changes nothing; see [`Dataplane::repair`].
+    pub async fn verify(&mut self, plan: &Plan) -> Result<Vec<String>, SyncError> {
+        let mut lines = Vec::new();
+        for family in self.families.clone() {
+            let Some(node) = plan.node(family) else { continue };
+            let read = self.client.read(&table(family)).await.map_err(|error| failed(family, &error))?;
+            let full = match self.known.get(&family) {
+                Some(known) => known.state.full(),
+                None => adopted(plan, node, read.as_ref()).full(),
+            };
+            let repair = compare(&full, read.as_ref());
+            lines.extend(repair.differences.iter().map(|line| format!("{family:?}: {line}")));
+            if repair.is_empty() {
+                self.found.remove(&family);
+            } else {
+                self.found.insert(family, repair);
+            }
+        }
+        Ok(lines)
+    }
+
+    /// Writes what [`Dataplane::verify`] has found to differ, and nothing else.
+    pub async fn repair(&mut self) -> Vec<SyncError> {
+        let mut errors = Vec::new();
+        for (family, repair) in std::mem::take(&mut self.found) {
+            // Taken out, so that it is read back if this fails.
+            let Some(mut known) = self.known.remove(&family) else { continue };
+            let elements = known.elements;
+            let mut written = self.write(&mut known, repair.first).await;
+            if written.is_ok() {
+                written = self.write(&mut known, repair.then).await;
+            }
+            known.elements = elements;
+            match written {
+                Ok(_) => {
+                    self.known.insert(family, known);
+                }
+                Err(error) => errors.push(error),
+            }
+        }
+        errors
+    }
+
+    /// Finds out whether the kernel could be written now, by a question that only those who may write can ask.
+    pub async fn probe(&mut self) -> Result<(), SyncError> {
+        for family in self.families.clone() {
+            self.client.exists(&table(family)).await.map_err(|error| failed(family, &error))?;
+        }
+        Ok(())
+    }
+}
+
+fn adopted(plan: &Plan, node: &NodePlan, read: Option<&Installed>) -> State {
+    let nothing = Ruleset::new(table(node.family));
+    State::adopt(plan, node, read.map_or(&nothing, |read| &read.ruleset))
+}
+
+impl Known {
+    /// An error, with the Services that it is about.
+    fn failed(&self, error: &Error) -> SyncError {
+        let mut failed = failed(self.state.family(), error);
+        let refusals = if let Error::Refused(refusals) = error { refusals.as_slice() } else { &[] };
+        let origins: BTreeSet<Origin> = refusals.iter().filter_map(|refusal| refusal.origin).collect();
+        let names: BTreeSet<String> =
+            origins.into_iter().filter_map(|origin| self.state.port(origin)).map(PortId::text).collect();
+        if !names.is_empty() {
+            let names: Vec<_> = names.into_iter().collect();
+            failed.message = format!("{} (for {})", failed.message, names.join(", "));
+        }
+        failed
+    }
+
+    /// Says once what cannot be done.
+    fn report_limits(&mut self, family: IpFamily) {
+        let limits = self.state.limits();
+        for (id, limit) in limits {
+            if self.limits.get(id) != Some(limit) {
+                warn!(?family, service = id.text(), "{limit}");
+            }
+        }
+        if self.limits != *limits {
+            self.limits = limits.clone();
+        }
+    }
+}
+
+/// How many elements a transaction adds and deletes.
+fn elements(transaction: &Transaction) -> (usize, usize) {
+    let (mut added, mut deleted) = (0, 0);
+    for (operation, _) in &transaction.operations {
+        match operation {
+            Operation::AddElements { elements, .. } => added += elements.len(),
+            Operation::DeleteElements { elements, .. } => deleted += elements.len(),
+            _ => {}
+        }
+    }
+    (added, deleted)
+}
+
+fn failed(family: IpFamily, error: &Error) -> SyncError {
+    let failure = match error {
+        Error::Refused(_) | Error::RefusedWhole(_) => SyncFailure::RestoreFailed,
+        _ => SyncFailure::SyncFailed,
+    };
+    SyncError { family, failure, message: error.to_string() }
+}
+
+/// Which of these families have a table of ours in the network namespace of this thread.
+pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
+    let mut client = Client::open()?;
+    let mut found = Vec::new();
+    for family in families {
+        let there = match client.exists(&table(*family)).await {
+            // A kernel without nf_tables, or without the family, has no table.
+            Err(Error::NotListed {
+                errno: Errno::EINVAL | Errno::EAFNOSUPPORT | Errno::EOPNOTSUPP, ..
+            }) => false,
+            answer => answer?,
+        };
+        if there {
+            found.push(*family);
+        }
+    }
+    Ok(found)
+}
+
+/// Removes our tables of these families. Touches nothing else; what is not there is no error.
+pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
+    let first = families.first().copied().unwrap_or(IpFamily::IPv4);
+    for family in installed(families).await.map_err(|error| failed(first, &error))? {
+        let mut client = Client::open().map_err(|error| failed(family, &error))?;
+        let mut transaction = Transaction::default();
+        transaction.push(Operation::DeleteTable, Origin::NONE);
+        client.apply(&table(family), Arc::new(transaction)).await.map_err(|error| failed(family, &error))?;
+    }
+    Ok(())
+}
