@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use pointsman_agent::iptables::{Dataplane, Flavour, Options, Tools};
+use pointsman_agent::iptables::{self, Flavour, Options, Tools};
 use pointsman_agent::kernel::{Reach, SyncFailure};
 use pointsman_agent::netfilter::Notices;
+use pointsman_agent::sync::Dataplane as _;
+use pointsman_agent::sync::node::Dataplane;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 
@@ -64,7 +66,7 @@ impl Drop for Shim {
 /// A world whose data plane hears what is done in the node's namespace.
 fn listening(lab: &Lab, flavour: Flavour, shim: &Shim) -> World {
     let mut world = loaded(lab, flavour);
-    world.dataplane = Dataplane::new(shim.tools(lab, flavour), &FAMILIES);
+    world.dataplane = Dataplane::Iptables(iptables::Dataplane::new(shim.tools(lab, flavour), &FAMILIES));
     world.listen(lab);
     world.settle();
     world
@@ -78,7 +80,8 @@ impl World {
             let _entered = handle.enter();
             Notices::subscribe().unwrap()
         });
-        self.dataplane.listen(notices);
+        let Dataplane::Iptables(iptables) = &mut self.dataplane else { panic!("not mode iptables") };
+        iptables.listen(notices);
     }
 
     /// Whether the kernel tells within a second that somebody else has changed something.

@@ -12,6 +12,7 @@ use pointsman_agent::healthcheck::{Checks, Server};
 use pointsman_agent::iptables::Flavour;
 use pointsman_agent::model::ObjectName;
 use pointsman_agent::state::SyncState;
+use pointsman_agent::sync::Dataplane as _;
 use serde_json::json;
 use tokio::sync::{oneshot, watch};
 
@@ -121,15 +122,15 @@ fn packets_that_are_dropped_as_invalid_are_read_from_the_rule_in_both_flavours()
     for (flavour, suffix, v6) in [(Flavour::Nft, "nft", 0), (Flavour::Legacy, "legacy", 7)] {
         let mut world = World::new(&lab, flavour);
         world.settle();
-        let read = |world: &World| block_on(world.dataplane.invalid_dropped());
+        let read = |world: &mut World| block_on(world.dataplane.invalid_dropped());
         let rule = |count: u32, tool: &str| {
             format!(
                 "{tool}-{suffix} -c {count} 60 -t filter -R KUBE-FORWARD 1 -m conntrack --ctstate INVALID -j DROP"
             )
         };
-        assert_eq!(read(&world).into_values().collect::<Vec<_>>(), [0, 0], "{suffix}");
+        assert_eq!(read(&mut world).into_values().collect::<Vec<_>>(), [0, 0], "{suffix}");
         lab.node(&format!("{}; {}", rule(42, "iptables"), rule(7, "ip6tables")));
-        assert_eq!(read(&world).into_values().collect::<Vec<_>>(), [42, v6], "{suffix}");
+        assert_eq!(read(&mut world).into_values().collect::<Vec<_>>(), [42, v6], "{suffix}");
         assert_eq!(world.differences(), Vec::<String>::new(), "the rule itself is the same");
     }
 }

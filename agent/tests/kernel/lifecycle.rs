@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pointsman_agent::iptables::{Connections, Dataplane, Flavour, Options, Tools, cleanup};
+use pointsman_agent::iptables::{self, Connections, Flavour, Options, Tools, cleanup};
 use pointsman_agent::kernel::SyncFailure;
 use pointsman_agent::sync::Platform;
-use pointsman_agent::sync::node::Node;
+use pointsman_agent::sync::node::{Dataplane, Node};
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use serde_json::json;
@@ -247,7 +247,10 @@ fn a_family_that_is_not_served_any_more_loses_its_rules() {
         let v6 = SocketAddr::from((address(NODE, true), 30080));
         assert!(matches!(lab.tcp(CLIENT, v6), Answer::From(..)));
         let one = [IpFamily::IPv4];
-        let old = std::mem::replace(&mut world.dataplane, Dataplane::new(tools(&lab, flavour), &one));
+        let old = std::mem::replace(
+            &mut world.dataplane,
+            Dataplane::Iptables(iptables::Dataplane::new(tools(&lab, flavour), &one)),
+        );
         let mut node = Node::new(Path::new("/nowhere"));
         block_on(node.retire(&old, &world.dataplane)).unwrap();
         let saved = lab.node(&format!("ip6tables-{flavour}-save"));
@@ -348,7 +351,7 @@ fn a_held_lock_and_a_missing_tool_are_told_apart() {
     };
     let tools = block_on(Tools::detect_with(IptablesBackend::Legacy, with_lock(options(&lab)))).unwrap();
     let mut world = loaded(&lab, Flavour::Legacy);
-    world.dataplane = pointsman_agent::iptables::Dataplane::new(tools, &crate::world::FAMILIES);
+    world.dataplane = Dataplane::Iptables(iptables::Dataplane::new(tools, &crate::world::FAMILIES));
     let mut config = config();
     config.iptables.lock_timeout_seconds = 1;
     world.configure(config);

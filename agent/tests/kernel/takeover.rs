@@ -21,7 +21,7 @@ fn take_over(lab: &Lab, flavour: Flavour) -> Left {
     lab.run(NODE, move || {
         block_on(async {
             let tools = Tools::detect(backend).await.unwrap();
-            takeover::remove(&tools).await.unwrap()
+            takeover::remove(Some(&tools)).await.unwrap()
         })
     })
 }

@@ -1,10 +1,15 @@
 //! A cluster as the agent sees it, and the kernel of a [`Lab`] that follows it.
 
+use std::fmt;
+
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use pointsman_agent::iptables::{Dataplane, Flavour, Options, Tools};
+use pointsman_agent::iptables::{Flavour, Options, Tools};
 use pointsman_agent::kernel::{Reach, SyncError, Synced};
 use pointsman_agent::model::{Change, Dirty, Model, NodeFacts, ObjectName};
 use pointsman_agent::plan::{Changes, Plan};
+use pointsman_agent::sync::Dataplane as _;
+use pointsman_agent::sync::node::Dataplane;
+use pointsman_agent::{iptables, nftables};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::node_config::NodeDetectLocal;
 use pointsman_crds::proxy_configuration::Drift;
@@ -16,6 +21,44 @@ use tokio::runtime::Runtime;
 use crate::net::{self, Lab, NODE, POD_A, POD_B};
 
 pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
+
+/// A way to write the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Iptables(Flavour),
+    Nftables,
+}
+
+pub const WAYS: [Way; 3] = [Way::Iptables(Flavour::Nft), Way::Iptables(Flavour::Legacy), Way::Nftables];
+
+impl From<Flavour> for Way {
+    fn from(flavour: Flavour) -> Self {
+        Self::Iptables(flavour)
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Iptables(flavour) => write!(f, "iptables-{flavour}"),
+            Self::Nftables => f.write_str("nftables"),
+        }
+    }
+}
+
+impl Way {
+    pub fn open(self, lab: &Lab) -> Dataplane {
+        match self {
+            Self::Iptables(flavour) => {
+                Dataplane::Iptables(iptables::Dataplane::new(tools(lab, flavour), &FAMILIES))
+            }
+            Self::Nftables => {
+                let opened = lab.run(NODE, || block_on(nftables::Dataplane::open(&FAMILIES)));
+                Dataplane::Nftables(opened.unwrap())
+            }
+        }
+    }
+}
 
 pub fn config() -> NodeProxyConfiguration {
     let settings = ProxySettings { mode: Some(Mode::Iptables), ..ProxySettings::default() };
@@ -49,15 +92,15 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 impl World {
-    pub fn new(lab: &Lab, flavour: Flavour) -> Self {
-        Self::with(lab, flavour, config())
+    pub fn new(lab: &Lab, way: impl Into<Way>) -> Self {
+        Self::with(lab, way, config())
     }
 
-    pub fn with(lab: &Lab, flavour: Flavour, config: NodeProxyConfiguration) -> Self {
+    pub fn with(lab: &Lab, way: impl Into<Way>, config: NodeProxyConfiguration) -> Self {
         let mut world = Self {
             model: Model::new(),
             plan: Plan::new(config, &FAMILIES),
-            dataplane: Dataplane::new(tools(lab, flavour), &FAMILIES),
+            dataplane: way.into().open(lab),
             pending: Changes::default(),
             runtime: tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap(),
         };
