@@ -55,6 +55,30 @@ fn listings(ruleset: &Ruleset) -> (String, Value) {
     (sorted_text(&listing("-y")), sorted_json(&listing("-j")))
 }
 
+/// Loads a table in both ways, and compares what `nft` and we make of it.
+pub fn assert_same_by_netlink_and_text(all: &Ruleset) {
+    let mut connection = Connection::open().unwrap();
+    load(&mut connection, all);
+    let by_netlink = listings(all);
+    nft("flush ruleset");
+    nft_file(&text::ruleset(all));
+    let by_text = listings(all);
+    for (netlink, text) in by_netlink.0.lines().zip(by_text.0.lines()) {
+        assert_eq!(netlink, text);
+    }
+    assert_eq!(by_netlink, by_text);
+    // And what nft has written is understood, and the same; only ranges of addresses it writes in another way.
+    let read = connection.read(&all.table).unwrap().unwrap();
+    assert_eq!(
+        compare(all, Some(&read)).differences,
+        [] as [String; 0],
+        "{:?}: {:?}",
+        all.table,
+        read.foreign
+    );
+    nft("flush ruleset");
+}
+
 #[test]
 fn netlink_and_text_make_the_same_table() {
     isolated(|| {
@@ -63,25 +87,7 @@ fn netlink_and_text_make_the_same_table() {
             if family == IpFamily::IPv4 {
                 all.add_chain(Chain::new("affinity"), affinity_rules());
             }
-            let mut connection = Connection::open().unwrap();
-            load(&mut connection, &all);
-            let by_netlink = listings(&all);
-            nft("flush ruleset");
-            nft_file(&text::ruleset(&all));
-            let by_text = listings(&all);
-            for (netlink, text) in by_netlink.0.lines().zip(by_text.0.lines()) {
-                assert_eq!(netlink, text);
-            }
-            assert_eq!(by_netlink, by_text);
-            // And what nft has written is understood, and the same; only ranges of addresses it writes in another way.
-            let read = connection.read(&all.table).unwrap().unwrap();
-            assert_eq!(
-                compare(&all, Some(&read)).differences,
-                [] as [String; 0],
-                "{family:?}: {:?}",
-                read.foreign
-            );
-            nft("flush ruleset");
+            assert_same_by_netlink_and_text(&all);
         }
     });
 }

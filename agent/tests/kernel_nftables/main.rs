@@ -9,6 +9,7 @@
 
 mod equal;
 mod everything;
+mod layout;
 mod read;
 mod scale;
 mod watch;
