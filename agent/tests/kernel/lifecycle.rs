@@ -16,7 +16,7 @@ use pointsman_crds::settings::IptablesBackend;
 use serde_json::json;
 
 use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address, connect, ip};
-use crate::world::{World, block_on, config, options, tools};
+use crate::world::{Way, World, block_on, config, options, tools};
 
 pub const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
 
@@ -32,21 +32,21 @@ pub fn cluster_ip() -> SocketAddr {
     (ip("10.96.0.80"), 80).into()
 }
 
-pub fn loaded(lab: &Lab, flavour: Flavour) -> World {
-    let mut world = World::new(lab, flavour);
+pub fn loaded(lab: &Lab, way: impl Into<Way>) -> World {
+    let mut world = World::new(lab, way);
     world.service("web", spec());
     world.endpoints("web", &[POD_A, REMOTE]);
     world
 }
 
 /// Connects all the time from several places; returns how many connections there were and which failed.
-struct Traffic {
+pub struct Traffic {
     stop: Arc<AtomicBool>,
     threads: Vec<std::thread::JoinHandle<(usize, Vec<Answer>)>>,
 }
 
 impl Traffic {
-    fn start(lab: &Lab) -> Self {
+    pub fn start(lab: &Lab) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let node_port = |v6| SocketAddr::from((address(NODE, v6), 30080));
         let flows = [
@@ -76,7 +76,7 @@ impl Traffic {
         Self { stop, threads: threads.into() }
     }
 
-    fn stop(self) -> (usize, Vec<Answer>) {
+    pub fn stop(self) -> (usize, Vec<Answer>) {
         self.stop.store(true, Ordering::Relaxed);
         let ends = self.threads.into_iter().map(|thread| thread.join().unwrap());
         ends.fold((0, Vec::new()), |(count, mut all), (more, failed)| {

@@ -8,6 +8,7 @@ mod engine;
 mod health;
 mod lifecycle;
 mod net;
+mod nftables;
 mod node;
 mod policies;
 mod scale;

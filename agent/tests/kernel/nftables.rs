@@ -1,0 +1,129 @@
+//! Mode nftables over time: restarts, failures, live settings, and the way from and to mode iptables.
+
+use pointsman_agent::iptables::{Connections, Flavour, cleanup};
+use pointsman_agent::kernel::SyncFailure;
+use pointsman_agent::nftables;
+use serde_json::json;
+
+use crate::lifecycle::{Traffic, cluster_ip, loaded, spec};
+use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE};
+use crate::world::{FAMILIES, Way, World, block_on, config, tools};
+
+#[test]
+fn syn_9_a_restart_writes_only_what_differs_and_clients_stay() {
+    let Some(lab) = Lab::new() else { return };
+    let sticky = |world: &mut World| {
+        let mut sticky = spec();
+        sticky["sessionAffinity"] = json!("ClientIP");
+        world.service("web", sticky);
+    };
+    let mut world = loaded(&lab, Way::Nftables);
+    sticky(&mut world);
+    // Removed and added again, so that the order in the kernel is not the sorted one.
+    for pods in [&[POD_A, REMOTE][..], &[REMOTE], &[POD_A, POD_B, REMOTE]] {
+        world.endpoints("web", pods);
+        world.settle();
+    }
+    let answer = lab.tcp(CLIENT, cluster_ip());
+    drop(world);
+    let mut successor = loaded(&lab, Way::Nftables);
+    sticky(&mut successor);
+    successor.endpoints("web", &[POD_A, POD_B, REMOTE]);
+    let synced = successor.settle();
+    assert!(synced.full);
+    assert_eq!(synced.written.values().sum::<usize>(), 0);
+    for _ in 0..20 {
+        assert_eq!(lab.tcp(CLIENT, cluster_ip()), answer);
+    }
+}
+
+#[test]
+fn syn_8_a_failed_write_is_read_back_and_repaired() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = loaded(&lab, Way::Nftables);
+    world.settle();
+    lab.node("nft delete table ip pointsman");
+    assert!(!world.differences().is_empty());
+    world.endpoints("web", &[POD_A]);
+    let (synced, errors) = world.try_sync();
+    assert_eq!(errors.len(), 1, "IPv6 is written all the same");
+    assert_eq!(errors[0].failure, SyncFailure::RestoreFailed);
+    assert_eq!(synced.duration.len(), 1);
+    // No change is needed for the repair.
+    assert!(world.settle().full);
+    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    // Drift that no write meets is found by comparing.
+    lab.node("nft flush chain ip pointsman services; nft flush set ip6 pointsman cluster-ips; nft add chain ip pointsman mine");
+    assert_eq!(world.differences().len(), 3, "{:?}", world.differences());
+    world.repair();
+    assert_eq!(world.differences(), Vec::<String>::new());
+}
+
+#[test]
+fn an_error_names_the_service() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = loaded(&lab, Way::Nftables);
+    world.settle();
+    lab.node("nft flush map ip pointsman frontends");
+    world.delete_service("web");
+    let (_, errors) = world.try_sync();
+    assert!(errors[0].message.ends_with("(for ns/web:web)"), "{}", errors[0].message);
+}
+
+#[test]
+fn a_new_mark_bit_loses_no_connection() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = loaded(&lab, Way::Nftables);
+    world.settle();
+    let traffic = Traffic::start(&lab);
+    for bit in [15, 3, 14] {
+        let mut config = config();
+        config.masquerade.bit = bit;
+        world.configure(config);
+        assert!(!world.settle().full);
+        let listed = lab.node("nft list chain ip pointsman nat-postrouting");
+        assert!(listed.contains(&format!("{:#010x}", 1 << bit)), "{listed}");
+        assert_eq!(listed.matches("meta mark set").count(), 1, "the old bit is gone: {listed}");
+    }
+    let (count, failed) = traffic.stop();
+    assert_eq!(failed, [], "of {count}");
+    assert!(count > 100, "{count}");
+}
+
+#[test]
+fn switching_from_and_to_mode_iptables_loses_no_connection() {
+    for flavour in [Flavour::Nft, Flavour::Legacy] {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = loaded(&lab, flavour);
+        world.settle();
+        let traffic = Traffic::start(&lab);
+        let remove_table = |lab: &Lab| lab.run(NODE, || block_on(nftables::cleanup(&FAMILIES))).unwrap();
+        for _ in 0..3 {
+            world.dataplane = Way::Nftables.open(&lab);
+            world.settle();
+            block_on(cleanup(&tools(&lab, flavour), &FAMILIES, Connections::Covered)).unwrap();
+            assert_eq!(world.differences(), Vec::<String>::new());
+            world.dataplane = Way::from(flavour).open(&lab);
+            world.settle();
+            remove_table(&lab);
+        }
+        let (count, failed) = traffic.stop();
+        assert_eq!(failed, [], "of {count}, {flavour}");
+        assert!(count > 100, "{count}");
+        // Nothing to remove is no error.
+        remove_table(&lab);
+    }
+}
+
+#[test]
+fn syn_16_cleanup_removes_our_tables_and_nothing_else() {
+    let Some(lab) = Lab::new() else { return };
+    lab.node("nft add table ip other; nft add table inet pointsman");
+    loaded(&lab, Way::Nftables).settle();
+    lab.run(NODE, || {
+        assert_eq!(block_on(nftables::installed(&FAMILIES)).unwrap(), FAMILIES);
+        block_on(nftables::cleanup(&FAMILIES)).unwrap();
+        assert_eq!(block_on(nftables::installed(&FAMILIES)).unwrap(), []);
+    });
+    assert_eq!(lab.node("nft list tables"), "table ip other\ntable inet pointsman\n");
+}
