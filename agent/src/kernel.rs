@@ -26,9 +26,9 @@ pub enum Reach {
 pub struct Synced {
     /// Whether everything was written, not only what changed.
     pub full: bool,
-    /// Rules that we hold now, by family and table.
+    /// Rules that we hold now, by family and table; in mode nftables elements of sets and maps, which are what grows.
     pub rules: BTreeMap<(IpFamily, &'static str), usize>,
-    /// Rules that this write contained, by family and table.
+    /// The same that this write contained.
     pub written: BTreeMap<(IpFamily, &'static str), usize>,
     /// UDP and SCTP frontends that the kernel served before, as far as it was read, whether or not the plan has them. Also of
     /// families whose write has failed.

@@ -90,10 +90,14 @@ impl Metrics {
             "Service ports with policy Local that have endpoints on other nodes only",
             self.no_local.clone(),
         );
-        to.register("sync_proxy_rules_iptables_total", "iptables rules that we hold", self.rules.clone());
+        to.register(
+            "sync_proxy_rules_iptables_total",
+            "iptables rules, or elements of nftables sets and maps, that we hold",
+            self.rules.clone(),
+        );
         to.register(
             "sync_proxy_rules_iptables_last",
-            "iptables rules in the last write",
+            "iptables rules, or elements of nftables sets and maps, in the last write",
             self.rules_written.clone(),
         );
     }

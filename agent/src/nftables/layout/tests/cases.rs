@@ -11,6 +11,7 @@ use super::walk::{Clients, ends};
 use super::{World, adopt, repair};
 use crate::model::{Change, ObjectName};
 use crate::nftables::ruleset::{Operation, Origin, Ruleset, Transaction, Tuple};
+use crate::nftables::text;
 use crate::plan::random::{service_applied, slice_applied};
 use crate::plan::{Hop, Packet, Verdict};
 use pointsman_crds::proxy_node_status::IpFamily::{self, IPv4};
@@ -336,4 +337,22 @@ fn families_have_tables_of_their_own() {
         let resets = state.full().chains["filter-forward"].rules.len();
         assert_eq!(resets, if family == IPv4 { 2 } else { 3 }, "IPv6 resets the word itself");
     }
+}
+
+/// The example of docs/adr/0011.
+#[test]
+fn worked_example() {
+    let mut world = World::new();
+    let cluster_ip = |last: u8, extra: Value| {
+        let ports = json!([{"name": "p", "protocol": "TCP", "port": 80}]);
+        let mut spec = json!({"clusterIPs": [format!("10.96.0.{last}")], "ports": ports});
+        spec.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        spec
+    };
+    let web = json!({"externalTrafficPolicy": "Local", "loadBalancerSourceRanges": ["203.0.113.0/25"]});
+    world.step([service_applied("web", &spec(&web)), slice_applied("web", &endpoints([1, 101]))]);
+    let cart = cluster_ip(2, json!({"sessionAffinity": "ClientIP"}));
+    world.step([service_applied("cart", &cart), slice_applied("cart", &endpoints([1, 101]))]);
+    world.step([service_applied("empty", &cluster_ip(3, json!({})))]);
+    insta::assert_snapshot!(text::ruleset(world.table()));
 }

@@ -132,7 +132,7 @@ pub fn damage(table: &mut Ruleset, dice: &mut Dice) {
         1 => {
             table.chains.insert("foreign".into(), Rules { chain: Chain::new("foreign"), rules: Vec::new() });
         }
-        which => {
+        which if !table.elements.is_empty() => {
             let at = any(table.elements.len());
             let elements = table.elements.values_mut().nth(at).unwrap();
             let keys: Vec<_> = elements.keys().copied().collect();
@@ -146,5 +146,6 @@ pub fn damage(table: &mut Ruleset, dice: &mut Dice) {
             }
             table.elements.retain(|_, elements| !elements.is_empty());
         }
+        _ => {}
     }
 }
