@@ -14,10 +14,10 @@ use pointsman_agent::state::{Source, SyncState};
 use pointsman_agent::sync::node::Node;
 use pointsman_agent::sync::{Engine, Input, Outside, QUEUE};
 use pointsman_crds::NodeProxyConfiguration;
-use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, NodePortAddress};
+use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode, NodePortAddress};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::lifecycle::{BOTH, cluster_ip, spec};
+use crate::lifecycle::{BOTH, Traffic, cluster_ip, spec};
 use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, REMOTE, address, ip};
 use crate::world::{block_on, config, service, slice};
 
@@ -174,4 +174,64 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
         assert!(matches!(lab.tcp(CLIENT, (address(NODE, true), 30080)), Answer::From(..)));
         assert_eq!(running.state.borrow().settings, Vec::<String>::new());
     }
+}
+
+#[test]
+fn syn_16_the_loop_changes_the_mode_live_and_loses_no_connection() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let running = Running::start(&lab);
+        let mut config = settings(flavour);
+        running.configure(&config);
+        let tables = |lab: &Lab| lab.node("nft list tables").contains("pointsman");
+        let chains = |lab: &Lab| {
+            lab.node(&format!("iptables-{flavour}-save; ip6tables-{flavour}-save")).contains("KUBE-SERVICES")
+        };
+        let traffic = Traffic::start(&lab);
+        for _ in 0..2 {
+            config.mode = Mode::Nftables;
+            running.configure(&config);
+            assert_eq!(running.state.borrow().mode, Some(Mode::Nftables));
+            assert!(tables(&lab) && !chains(&lab), "{flavour}: the rules of iptables are gone");
+            config.mode = Mode::Iptables;
+            running.configure(&config);
+            assert!(!tables(&lab) && chains(&lab), "{flavour}: the tables of nftables are gone");
+        }
+        let (count, failed) = traffic.stop();
+        assert_eq!(failed, [], "of {count}");
+        assert!(count > 100, "{count}");
+    }
+}
+
+#[test]
+fn syn_10_the_loop_repairs_our_table_within_a_second_and_a_successor_removes_what_is_not_its_own() {
+    let Some(lab) = Lab::new() else { return };
+    let mut config = settings(Flavour::Nft);
+    config.mode = Mode::Nftables;
+    let running = Running::start(&lab);
+    running.configure(&config);
+    for (repairs, damage) in (1..).zip([
+        "flush chain ip pointsman services",
+        "flush map ip6 pointsman frontends",
+        "delete table ip pointsman",
+    ]) {
+        // Not sooner than a second after the last look.
+        std::thread::park_timeout(Duration::from_millis(1100));
+        let begun = Instant::now();
+        lab.node(&format!("nft {damage}"));
+        running.until("repaired", |state| state.drift.repairs == repairs);
+        let took = begun.elapsed();
+        eprintln!("SYN-10: the loop has repaired it after {took:?}");
+        assert!(took < Duration::from_secs(1), "{damage}: {took:?}");
+        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    }
+    config.ip_family_policy = IpFamilyPolicy::SingleStack;
+    running.configure(&config);
+    assert_eq!(lab.node("nft list tables"), "table ip pointsman\n");
+    // Killed and started again in another mode.
+    drop(running);
+    let successor = Running::start(&lab);
+    successor.configure(&settings(Flavour::Nft));
+    assert!(!lab.node("nft list tables").contains("pointsman"));
+    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
 }
