@@ -89,6 +89,8 @@ pub struct NodeProxyConfiguration {
     pub sync: NodeSync,
     /// Settings of mode iptables; kept also in other modes, for a fallback.
     pub iptables: NodeIptables,
+    /// Settings of mode nftables; kept also in other modes, for a fallback.
+    pub nftables: NodeNftables,
     /// Settings of mode ipvs; kept also in other modes, for a fallback.
     pub ipvs: NodeIpvs,
     /// Kernel connection tracking.
@@ -171,6 +173,14 @@ pub struct NodeIptables {
     pub lock_timeout_seconds: u32,
 }
 
+/// Settings of mode nftables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct NodeNftables {
+    /// Count the packets and bytes that clients send to each Service port.
+    pub counters: bool,
+}
+
 /// Settings of mode ipvs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -239,6 +249,7 @@ impl NodeProxyConfiguration {
         let masquerade = settings.masquerade.clone().unwrap_or_default();
         let sync = settings.sync.clone().unwrap_or_default();
         let iptables = settings.iptables.clone().unwrap_or_default();
+        let nftables = settings.nftables.clone().unwrap_or_default();
         let ipvs = settings.ipvs.clone().unwrap_or_default();
         let conntrack = settings.conntrack.clone().unwrap_or_default();
         let Some(mode) = settings.mode else {
@@ -303,6 +314,7 @@ impl NodeProxyConfiguration {
             },
             healthz_port: port(whole("healthzPort", settings.healthz_port, 10256)),
             metrics_port: port(whole("metricsPort", settings.metrics_port, 10249)),
+            nftables: NodeNftables { counters: nftables.counters.unwrap_or(false) },
             ipvs: NodeIpvs {
                 scheduler: ipvs.scheduler.unwrap_or(IpvsScheduler::Rr),
                 strict_arp: ipvs.strict_arp.unwrap_or(false),

@@ -191,6 +191,9 @@ impl NetworkCidr {
     validation = Rule::new("!has(self.mode) || !has(self.iptables) || self.mode == 'iptables' || (has(self.fallbackModes) && 'iptables' in self.fallbackModes)")
         .message("proxy.iptables may only be set with mode iptables or with iptables in fallbackModes")
         .field_path(".iptables"),
+    validation = Rule::new("!has(self.mode) || !has(self.nftables) || self.mode == 'nftables' || (has(self.fallbackModes) && 'nftables' in self.fallbackModes)")
+        .message("proxy.nftables may only be set with mode nftables or with nftables in fallbackModes")
+        .field_path(".nftables"),
     validation = Rule::new("!has(self.mode) || !has(self.fallbackModes) || !(self.mode in self.fallbackModes)")
         .message("fallbackModes must not contain the mode itself")
         .field_path(".fallbackModes"),
@@ -232,6 +235,9 @@ pub struct ProxySettings {
     /// Settings of mode iptables.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iptables: Option<Iptables>,
+    /// Settings of mode nftables.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nftables: Option<Nftables>,
     /// Settings of mode ipvs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipvs: Option<Ipvs>,
@@ -330,6 +336,15 @@ pub struct Iptables {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 60))]
     pub lock_timeout_seconds: Option<i32>,
+}
+
+/// Settings of mode nftables.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Nftables {
+    /// Count the packets and bytes that clients send to each Service port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub counters: Option<bool>,
 }
 
 /// Settings of mode ipvs.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::read::{Installed, Object};
-use super::ruleset::{Element, Name, Operation, Origin, Rules, Ruleset, Set, Transaction, Tuple};
+use super::ruleset::{Element, Extra, Name, Operation, Origin, Rules, Ruleset, Set, Transaction, Tuple};
 use super::text;
 
 /// What differs, and what to do about it.
@@ -259,12 +259,13 @@ fn differ<'a>(
     }
 }
 
-/// Time runs on.
+/// Time runs on, and packets are counted.
 fn same(a: &Element, b: &Element) -> bool {
     let rest = |element: &Element| {
-        element.extra.as_ref().map(|extra| (extra.last, extra.timeout, extra.comment.clone()))
+        let extra = element.extra.as_deref().cloned().unwrap_or_default();
+        Extra { expires: None, counted: None, ..extra }
     };
-    a.key == b.key && a.value == b.value && rest(a) == rest(b)
+    a.key == b.key && a.value == b.value && (a.extra == b.extra || rest(a) == rest(b))
 }
 
 #[cfg(test)]

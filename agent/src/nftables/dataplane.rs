@@ -121,7 +121,7 @@ impl Dataplane {
             let Some(node) = plan.node(family) else { continue };
             let start = Instant::now();
             // Taken out, so that it stays unknown if the write fails or is cancelled.
-            let known = self.known.remove(&family);
+            let known = self.known.remove(&family).filter(|known| known.state.counts() == node.counters);
             synced.full |= known.is_none();
             let outcome = match known {
                 Some(known) => self.advance(plan, changes, known).await,

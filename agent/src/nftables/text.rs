@@ -109,6 +109,9 @@ impl Text {
         if set.flags.interval {
             text.push_str("\t\tauto-merge\n");
         }
+        if set.flags.counter {
+            text.push_str("\t\tcounter\n");
+        }
         let elements: Vec<_> = elements.map(|element| self.element(element, set)).collect();
         if !elements.is_empty() {
             let lines: Vec<_> = elements.chunks(PER_LINE).map(|line| line.join(", ")).collect();

@@ -57,6 +57,8 @@ pub struct NodePlan {
     pub node_ports: NodePorts,
     /// The blocks that ClusterIPs are taken from.
     pub service_cidrs: Vec<IpNet>,
+    /// Count the packets and bytes that clients send, where the mode can.
+    pub counters: bool,
     /// Drop packets that connection tracking calls invalid: a reset from them would end good connections (k/k#74839).
     /// Off when the kernel is told to be liberal.
     pub drop_invalid: bool,
@@ -74,6 +76,7 @@ impl NodePlan {
             local_traffic: LocalTraffic::Unknown,
             node_ports: NodePorts::default(),
             service_cidrs: Vec::new(),
+            counters: false,
             drop_invalid: true,
         }
     }
@@ -111,6 +114,7 @@ impl NodePlan {
             },
             node_ports: node_ports(family, config, model),
             service_cidrs: of_family(model.service_cidrs()),
+            counters: config.nftables.counters,
             drop_invalid: !config.conntrack.tcp_be_liberal,
         }
     }

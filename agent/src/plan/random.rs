@@ -55,6 +55,7 @@ pub fn random_config(dice: &mut Dice) -> NodeProxyConfiguration {
     config.masquerade.all = dice.chance(30);
     config.masquerade.bit = dice.pick(&[14, 14, 15, 3]);
     config.iptables.localhost_node_ports = dice.chance(30);
+    config.nftables.counters = dice.chance(30);
     config.conntrack.tcp_be_liberal = dice.chance(30);
     config.detect_local = match dice.roll(5) {
         0 => NodeDetectLocal::ClusterCIDR {

@@ -3,10 +3,13 @@
 use pointsman_agent::iptables::{Connections, Flavour, cleanup};
 use pointsman_agent::kernel::SyncFailure;
 use pointsman_agent::nftables;
+use pointsman_agent::nftables::connection::Connection;
+use pointsman_agent::nftables::layout;
+use pointsman_agent::nftables::ruleset::Counted;
 use serde_json::json;
 
 use crate::lifecycle::{Traffic, cluster_ip, loaded, spec};
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE};
+use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address};
 use crate::world::{FAMILIES, Way, World, block_on, config, tools};
 
 #[test]
@@ -126,4 +129,47 @@ fn syn_16_cleanup_removes_our_tables_and_nothing_else() {
         assert_eq!(block_on(nftables::installed(&FAMILIES)).unwrap(), []);
     });
     assert_eq!(lab.node("nft list tables"), "table ip other\ntable inet pointsman\n");
+}
+
+#[test]
+fn counters_count_what_clients_send_to_each_service_port() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = loaded(&lab, Way::Nftables);
+    world.settle();
+    let mut counting = config();
+    counting.nftables.counters = true;
+    world.configure(counting);
+    world.settle();
+    let traffic = |world: &World, v6: bool| {
+        let family = FAMILIES[usize::from(v6)];
+        let (plan, table) = (&world.plan, layout::table(family));
+        let read = lab.run(NODE, move || Connection::open().unwrap().read(&table).unwrap().unwrap().ruleset);
+        let state = layout::State::adopt(plan, plan.node(family).unwrap(), &read);
+        let counted: Vec<_> = state.traffic(&read).map(|(id, counted)| (id.text(), counted)).collect();
+        let [(name, counted)] = &counted[..] else { panic!("{counted:?}") };
+        assert_eq!(name, "ns/web:web");
+        *counted
+    };
+    assert_eq!(traffic(&world, false), Counted::default());
+    assert!(matches!(lab.udp(CLIENT, cluster_ip()), Answer::Refused), "another protocol is not counted");
+    assert_eq!(traffic(&world, false), Counted::default());
+    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    let first = traffic(&world, false);
+    // At least SYN, ACK and FIN, with headers of at least 40 bytes.
+    assert!(first.packets >= 3 && first.bytes >= first.packets * 40, "{first:?}");
+    // Also at the NodePort, from the node, and after the endpoints have changed.
+    world.endpoints("web", &[POD_B]);
+    world.settle();
+    for (from, to) in [(CLIENT, (address(NODE, false), 30080).into()), (NODE, cluster_ip())] {
+        let before = traffic(&world, false);
+        assert!(matches!(lab.tcp(from, to), Answer::From(..)));
+        let after = traffic(&world, false);
+        assert!(after.packets >= before.packets + 3, "{from}: {before:?} {after:?}");
+    }
+    assert_eq!(traffic(&world, true), Counted::default());
+    assert!(matches!(lab.tcp(CLIENT, (address(NODE, true), 30080)), Answer::From(..)));
+    assert!(traffic(&world, true).packets >= 3);
+    world.configure(config());
+    world.settle();
+    assert!(!lab.node("nft list table ip pointsman").contains("traffic"), "off again");
 }

@@ -30,6 +30,10 @@ pub(super) const NODE_PORT_IPS: &str = "nodeport-ips";
 pub(super) const HAIRPIN: &str = "hairpin";
 pub(super) const LOCAL_SOURCES: &str = "local-sources";
 pub(super) const SERVICE_CIDRS: &str = "service-cidrs";
+/// What packets to frontends are counted by, if they are.
+pub(super) const FRONTEND_TRAFFIC: &str = "frontend-traffic";
+/// The same for NodePorts.
+pub(super) const NODE_PORT_TRAFFIC: &str = "nodeport-traffic";
 /// The chain that is rewritten when a prefix length of source ranges appears or goes.
 pub(super) const CHECK_SOURCE_LIST: &str = "check-source-list";
 /// The chain whose rules name the mark bits that are masqueraded.
@@ -54,14 +58,15 @@ pub fn table(family: IpFamily) -> Table {
 }
 
 /// All sets and maps.
-pub(super) fn sets() -> [Set; 15] {
+pub(super) fn sets(counters: bool) -> Vec<Set> {
     use Columns::{Typeof, Types};
     let frontend = || Typeof(vec![Value::DestinationAddress, Value::Protocol, Value::DestinationPort]);
+    let node_port = || Typeof(vec![Value::Protocol, Value::DestinationPort]);
     let word = || Typeof(vec![Value::Priority]);
     let index = || Typeof(vec![Value::Protocol, Value::Priority, Value::Random { below: u16::MAX.into() }]);
-    [
+    let mut sets = vec![
         Set::map(FRONTENDS, frontend(), word()),
-        Set::map(NODE_PORTS, Typeof(vec![Value::Protocol, Value::DestinationPort]), word()),
+        Set::map(NODE_PORTS, node_port(), word()),
         Set::map(GROUPS, word(), word()),
         Set::vmap(CLASSES, word()),
         Set::map(ENDPOINTS, index(), Typeof(vec![Value::DestinationAddress, Value::DestinationPort])),
@@ -75,7 +80,13 @@ pub(super) fn sets() -> [Set; 15] {
         Set::new(HAIRPIN, Types(vec![Type::Address, Type::Address])),
         Set::new(LOCAL_SOURCES, Types(vec![Type::Address])).interval(),
         Set::new(SERVICE_CIDRS, Types(vec![Type::Address])).interval(),
-    ]
+    ];
+    if counters {
+        // Of their own, because the others are looked up several times for the first packet of a connection and never again.
+        sets.push(Set::new(FRONTEND_TRAFFIC, frontend()).counting());
+        sets.push(Set::new(NODE_PORT_TRAFFIC, node_port()).counting());
+    }
+    sets
 }
 
 /// The elements that come from the node.
@@ -132,24 +143,40 @@ fn to_group(mask: u32) -> Statement {
 /// The rules by which a packet to a frontend of any kind goes on to `chain`.
 fn at_frontends(node: &NodePlan, chain: &'static str) -> Vec<Vec<Statement>> {
     let mut rules = vec![vec![set_priority(frontend().map(FRONTENDS)), goto(chain)]];
-    let mut at_node = |mut matches: Vec<Statement>| {
-        let to = set_priority(key([Value::Protocol, Value::DestinationPort]).map(NODE_PORTS));
-        matches.extend([to, goto(chain)]);
-        rules.push(matches);
-    };
+    for mut rule in at_node(node) {
+        rule.extend([set_priority(node_port().map(NODE_PORTS)), goto(chain)]);
+        rules.push(rule);
+    }
+    rules
+}
+
+fn node_port() -> Key {
+    key([Value::Protocol, Value::DestinationPort])
+}
+
+/// The ways to match packets to addresses that answer on NodePorts.
+fn at_node(node: &NodePlan) -> Vec<Vec<Statement>> {
     let local = || Value::DestinationType.equals(Tuple::new().word(Value::LOCAL));
     let loopback = loopback(node.family);
     match (node.node_ports.all, node.node_ports.localhost) {
-        (true, true) => at_node(vec![local()]),
-        (true, false) => at_node(vec![local(), outside(&loopback, Value::DestinationAddress)]),
+        (true, true) => vec![vec![local()]],
+        (true, false) => vec![vec![local(), outside(&loopback, Value::DestinationAddress)]],
         (false, localhost) => {
-            at_node(vec![key([Value::DestinationAddress]).in_set(NODE_PORT_IPS)]);
-            if localhost {
-                at_node(vec![inside(&loopback, Value::DestinationAddress), local()]);
-            }
+            let listed = vec![key([Value::DestinationAddress]).in_set(NODE_PORT_IPS)];
+            let loopback = vec![inside(&loopback, Value::DestinationAddress), local()];
+            std::iter::once(listed).chain(localhost.then_some(loopback)).collect()
         }
     }
-    rules
+}
+
+/// Counts every packet that clients send: before it is translated, while it has the address of a frontend.
+fn count(node: &NodePlan) -> Rules {
+    let mut rules = vec![vec![frontend().in_set(FRONTEND_TRAFFIC), return_()]];
+    for mut rule in at_node(node) {
+        rule.push(node_port().in_set(NODE_PORT_TRAFFIC));
+        rules.push(rule);
+    }
+    chain("count", rules)
 }
 
 fn services(node: &NodePlan) -> Vec<Rules> {
@@ -273,17 +300,22 @@ fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
         rules: vec![Rule::new([set_priority(frontend().map(RESTRICTED)), goto(CHECK_SOURCE_LIST)])],
         chain: Chain::new("check-source"),
     };
-    vec![
+    let mut early = vec![new("check-source")];
+    let counts = node.counters.then(|| count(node));
+    early.extend(counts.as_ref().map(|count| vec![jump(count.chain.name.clone())]));
+    let mut chains = vec![
         check,
-        filter("filter-prerouting", Hook::Prerouting, BEFORE_NAT, vec![new("check-source")]),
-        filter("filter-output-early", Hook::Output, BEFORE_NAT, vec![new("check-source")]),
+        filter("filter-prerouting", Hook::Prerouting, BEFORE_NAT, early.clone()),
+        filter("filter-output-early", Hook::Output, BEFORE_NAT, early),
         nat("nat-prerouting", Hook::Prerouting, NAT, vec![vec![jump("services")]]),
         nat("nat-output", Hook::Output, NAT, vec![vec![jump("services")]]),
         filter("filter-input", Hook::Input, FILTER, input),
         filter("filter-forward", Hook::Forward, FILTER, forward),
         filter("filter-output", Hook::Output, FILTER, vec![reset(), new("unserved")]),
         nat(POSTROUTING, Hook::Postrouting, SOURCE_NAT, postrouting),
-    ]
+    ];
+    chains.extend(counts);
+    chains
 }
 
 /// Looks for the source of a packet in the list that the word names: once per prefix length in use, the longest first. The

@@ -12,7 +12,9 @@ use ipnet::IpNet;
 
 use super::class::Class;
 use super::delta::Delta;
-use super::fixed::{ENDPOINTS, FRONTENDS, GROUPS, NODE_PORTS, RESTRICTED, SLOTS, STICKY};
+use super::fixed::{
+    ENDPOINTS, FRONTEND_TRAFFIC, FRONTENDS, GROUPS, NODE_PORT_TRAFFIC, NODE_PORTS, RESTRICTED, SLOTS, STICKY,
+};
 use super::ids::Ids;
 use super::word::{self, Kind, LOCAL};
 use crate::model::Protocol;
@@ -30,6 +32,8 @@ pub(super) struct Port {
     pub group: u32,
     /// Who may use its load balancers' addresses: a list of source ranges.
     pub list: Option<u32>,
+    /// Whether its packets are counted.
+    pub counted: bool,
     /// The endpoints' slots, if clients stay with them.
     pub slots: Option<Slots>,
     /// For policy Cluster.
@@ -111,6 +115,11 @@ pub(super) fn entrances(id: &PortId, plan: &PortPlan) -> Vec<(&'static str, Tupl
         .chain(node_port)
         .chain(external_ips.map(|address| (FRONTENDS, at(*address), external)))
         .collect()
+}
+
+/// The set that counts the packets to what a map of frontends has.
+pub(super) fn traffic(set: &'static str) -> &'static str {
+    if set == NODE_PORTS { NODE_PORT_TRAFFIC } else { FRONTEND_TRAFFIC }
 }
 
 /// The source ranges that have to be looked at, sorted, or `None` if everybody may use the load balancers' addresses.
@@ -198,6 +207,9 @@ impl Port {
         let leads_to = |key: Tuple, word: u32| Element::new(key).with_data(Tuple::new().word(word));
         for (set, key, kind) in entrances(id, &self.plan) {
             emit(set, leads_to(key, kind.word(self.group)));
+            if self.counted {
+                emit(traffic(set), Element::new(key));
+            }
         }
         if let Some(list) = self.list {
             for address in &self.plan.load_balancer_ips {

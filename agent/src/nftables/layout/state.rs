@@ -15,10 +15,10 @@ use super::class::{Class, Classes};
 use super::delta::Delta;
 use super::fixed::{self, CLASSES, CLUSTER_IPS, HAIRPIN, SOURCES};
 use super::ids::Ids;
-use super::port::{List, Port, entrances, reorder, source_ranges};
+use super::port::{List, Port, entrances, reorder, source_ranges, traffic};
 use super::recovered::{Prior, Recovered};
 use super::word::{self, LENGTH_SHIFT, LOCAL};
-use crate::nftables::ruleset::{Element, Origin, Rules, Ruleset, Transaction, Tuple};
+use crate::nftables::ruleset::{Counted, Element, Origin, Rules, Ruleset, Transaction, Tuple};
 use crate::plan::{Backend, Changes, NodePlan, Plan, PortId, PortPlan, Target};
 
 /// What this layout cannot do for a Service port.
@@ -248,6 +248,7 @@ impl State {
             plan: plan.clone(),
             group: number << 1,
             list,
+            counted: self.node.counters,
             slots: plan.affinity.and_then(|_| prior.slots.follow(plan)),
             cluster: List { order: reorder(cluster, &plan.cluster), ..List::default() },
             local: List { order: reorder(local, &plan.local), ..List::default() },
@@ -325,6 +326,26 @@ impl State {
         self.node.family
     }
 
+    /// Whether packets are counted. A table that was made otherwise has to be adopted anew.
+    #[must_use]
+    pub fn counts(&self) -> bool {
+        self.node.counters
+    }
+
+    /// What clients have sent to each Service port since its frontends are in the table, as it was read back.
+    pub fn traffic(&self, read: &Ruleset) -> impl Iterator<Item = (&PortId, Counted)> {
+        let counted = |set: &str, key: &Tuple| read.elements.get(set)?.get(key)?.extra.as_ref()?.counted;
+        self.ports.iter().map(move |(id, port)| {
+            let all = entrances(id, &port.plan).into_iter();
+            let all = all.filter_map(|(set, key, _)| counted(traffic(set), &key));
+            let sum = all.fold(Counted::default(), |sum, one| Counted {
+                packets: sum.packets + one.packets,
+                bytes: sum.bytes + one.bytes,
+            });
+            (id, sum)
+        })
+    }
+
     /// The Service port that an operation of the last transaction is for.
     #[must_use]
     pub fn port(&self, origin: Origin) -> Option<&PortId> {
@@ -352,7 +373,7 @@ impl State {
     #[must_use]
     pub fn full(&self) -> Ruleset {
         let mut ruleset = Ruleset::new(fixed::table(self.node.family));
-        for set in fixed::sets() {
+        for set in fixed::sets(self.node.counters) {
             ruleset.add_set(set);
         }
         for Rules { chain, rules } in self.chains() {

@@ -201,6 +201,17 @@ pub struct Extra {
     pub expires: Option<Duration>,
     /// For people, at most 128 bytes.
     pub comment: Option<String>,
+    /// What it has counted. Only read, never written.
+    pub counted: Option<Counted>,
+}
+
+/// What packets have found an element.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// How many.
+    pub packets: u64,
+    /// Their bytes, from the IP header on.
+    pub bytes: u64,
 }
 
 impl Element {

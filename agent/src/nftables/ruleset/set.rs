@@ -40,6 +40,13 @@ impl Set {
         self
     }
 
+    /// A set whose elements count the packets that find them.
+    #[must_use]
+    pub fn counting(mut self) -> Self {
+        self.flags.counter = true;
+        self
+    }
+
     /// A set that packets write, whose elements time out.
     #[must_use]
     pub fn dynamic(mut self, size: u32) -> Self {
@@ -52,6 +59,7 @@ impl Set {
 
 /// What a set can do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools, reason = "independent of each other, as in the kernel")]
 pub struct Flags {
     /// Elements are ranges (`flags interval`, and `auto-merge`, which only matters to the `nft` program). One column only.
     pub interval: bool,
@@ -59,6 +67,8 @@ pub struct Flags {
     pub dynamic: bool,
     /// Elements can end by themselves.
     pub timeout: bool,
+    /// Each element counts the packets that find it, and their bytes (Linux 5.7).
+    pub counter: bool,
 }
 
 /// What a key or a datum consists of, in order. Listings look the way it was declared.

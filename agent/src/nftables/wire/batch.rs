@@ -7,16 +7,17 @@ use std::ops::Range;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::expression::{INLINE_NAME, Inline, encode, milliseconds};
+use super::expression::{EXPRESSION_DATA, EXPRESSION_NAME, INLINE_NAME, Inline, encode, milliseconds};
 use super::{
-    ACCEPT, BATCH_BEGIN, BATCH_END, CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, CHAIN_TYPE, DATA_VALUE,
+    ACCEPT, BATCH_BEGIN, BATCH_END, CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, CHAIN_TYPE, COUNTER, DATA_VALUE,
     DELETE_CHAIN, DELETE_ELEMENT, DELETE_RULE, DELETE_SET, DELETE_TABLE, DESCRIPTION_SIZE, ELEMENT_DATA,
     ELEMENT_FLAGS, ELEMENT_IS_END, ELEMENT_KEY, ELEMENT_TIMEOUT, ELEMENT_USERDATA, ELEMENTS, ELEMENTS_SET,
     ELEMENTS_SET_ID, FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP, FLAG_TIMEOUT,
     HOOK_NUMBER, HOOK_PRIORITY, LIST_ITEM, NEW_CHAIN, NEW_ELEMENT, NEW_RULE, NEW_SET, NEW_TABLE, RESOURCE,
-    RULE_CHAIN, RULE_EXPRESSIONS, RULE_USERDATA, SET_DATA_LENGTH, SET_DATA_TYPE, SET_DESCRIPTION, SET_FLAGS,
-    SET_ID, SET_KEY_LENGTH, SET_KEY_TYPE, SET_NAME, SET_USERDATA, TABLE, TABLE_DORMANT, TABLE_FLAGS,
-    VERDICT_LENGTH, VERDICTS, columns_length, columns_number, encode_verdict, types_of, userdata,
+    RULE_CHAIN, RULE_EXPRESSIONS, RULE_USERDATA, SET_DATA_LENGTH, SET_DATA_TYPE, SET_DESCRIPTION,
+    SET_EXPRESSION, SET_FLAGS, SET_ID, SET_KEY_LENGTH, SET_KEY_TYPE, SET_NAME, SET_USERDATA, TABLE,
+    TABLE_DORMANT, TABLE_FLAGS, VERDICT_LENGTH, VERDICTS, columns_length, columns_number, encode_verdict,
+    types_of, userdata,
 };
 use crate::netlink::{
     ACK, APPEND, ATTRIBUTE_HEADER, CREATE, Encoder, Header, MESSAGE_HEADER, NETFILTER_HEADER, REQUEST, align,
@@ -263,6 +264,12 @@ impl Writer<'_> {
                 to.nested(SET_DESCRIPTION, |to| to.number(DESCRIPTION_SIZE, size));
             }
             to.attribute(SET_USERDATA, &userdata::encode_set(set, family));
+            if set.flags.counter {
+                to.nested(SET_EXPRESSION, |to| {
+                    to.string(EXPRESSION_NAME, COUNTER);
+                    to.nested(EXPRESSION_DATA, |_| {});
+                });
+            }
         });
     }
 

@@ -5,18 +5,20 @@ use std::time::Duration;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
+use super::expression::{EXPRESSION_DATA, EXPRESSION_NAME};
 use super::{
-    ACCEPT, CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, CHAIN_TYPE, DATA_VERDICT, DecodeError, ELEMENT_DATA,
-    ELEMENT_EXPIRATION, ELEMENT_FLAGS, ELEMENT_IS_END, ELEMENT_KEY, ELEMENT_KEY_END, ELEMENT_TIMEOUT,
-    ELEMENT_USERDATA, ELEMENTS, FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP,
-    FLAG_TIMEOUT, Fields, GENERATION_ID, HOOK_NUMBER, HOOK_PRIORITY, RULE_CHAIN, RULE_EXPRESSIONS,
-    RULE_USERDATA, SET_COUNT, SET_DATA_TYPE, SET_DESCRIPTION, SET_FLAGS, SET_KEY_TYPE, SET_NAME,
+    ACCEPT, CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, CHAIN_TYPE, COUNTER, COUNTER_BYTES, COUNTER_PACKETS,
+    DATA_VERDICT, DecodeError, ELEMENT_DATA, ELEMENT_EXPIRATION, ELEMENT_EXPRESSION, ELEMENT_FLAGS,
+    ELEMENT_IS_END, ELEMENT_KEY, ELEMENT_KEY_END, ELEMENT_TIMEOUT, ELEMENT_USERDATA, ELEMENTS,
+    FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP, FLAG_TIMEOUT, Fields,
+    GENERATION_ID, HOOK_NUMBER, HOOK_PRIORITY, RULE_CHAIN, RULE_EXPRESSIONS, RULE_USERDATA, SET_COUNT,
+    SET_DATA_TYPE, SET_DESCRIPTION, SET_EXPRESSION, SET_EXPRESSIONS, SET_FLAGS, SET_KEY_TYPE, SET_NAME,
     SET_USERDATA, TABLE, VERDICTS, columns_from_number, decode_verdict, parse, string, userdata,
 };
 use crate::netlink::{NETFILTER_HEADER, WireError, attributes, be_u32, be_u64, exactly};
 use crate::nftables::ruleset::{
-    Base, Chain, ChainType, DataType, Element, ElementValue, Extra, Flags, Hook, Name, Rule, Set, Tuple,
-    Verdict,
+    Base, Chain, ChainType, Counted, DataType, Element, ElementValue, Extra, Flags, Hook, Name, Rule, Set,
+    Tuple, Verdict,
 };
 
 fn body(payload: &[u8]) -> Result<&[u8], WireError> {
@@ -126,12 +128,21 @@ fn declaration(
             }
         })
     };
+    if fields.get(SET_EXPRESSIONS).is_some() {
+        return Err(DecodeError::foreign("a set with several statements"));
+    }
+    let counter = fields.get(SET_EXPRESSION).map(counter).transpose()?.is_some();
     let size = Fields::<2>::new(fields.get(SET_DESCRIPTION).unwrap_or_default())?;
     Ok(Set {
         name,
         key: userdata::decode_columns(user, false, key, family)?,
         data,
-        flags: Flags { interval, timeout: flags & FLAG_TIMEOUT != 0, dynamic: flags & FLAG_DYNAMIC != 0 },
+        flags: Flags {
+            interval,
+            timeout: flags & FLAG_TIMEOUT != 0,
+            dynamic: flags & FLAG_DYNAMIC != 0,
+            counter,
+        },
         size: match size.number_or_zero(super::DESCRIPTION_SIZE, "size")? {
             0 => None,
             size => Some(size),
@@ -179,11 +190,23 @@ fn element(bytes: &[u8]) -> Result<ReadElement, DecodeError> {
         timeout: duration(ELEMENT_TIMEOUT, "timeout")?,
         expires: duration(ELEMENT_EXPIRATION, "expiration")?,
         comment: fields.get(ELEMENT_USERDATA).and_then(userdata::decode_comment),
+        counted: fields.get(ELEMENT_EXPRESSION).map(counter).transpose()?,
     };
     if extra != Extra::default() {
         element.extra = Some(Box::new(extra));
     }
     Ok(ReadElement { element, is_end: flags == ELEMENT_IS_END })
+}
+
+/// What a counter of a set or an element has counted.
+fn counter(expression: &[u8]) -> Result<Counted, DecodeError> {
+    let fields = Fields::<3>::new(expression)?;
+    if string("a statement's name", fields.need(EXPRESSION_NAME, "a name")?)? != COUNTER {
+        return Err(DecodeError::foreign("a set with a statement that does not count"));
+    }
+    let data = Fields::<3>::new(fields.get(EXPRESSION_DATA).unwrap_or_default())?;
+    let number = |kind, what| data.get(kind).map_or(Ok(0), |value| be_u64(what, value));
+    Ok(Counted { packets: number(COUNTER_PACKETS, "packets")?, bytes: number(COUNTER_BYTES, "bytes")? })
 }
 
 /// Makes ranges of the elements of an interval set. An end without a beginning means nothing; `nft` writes one at zero.

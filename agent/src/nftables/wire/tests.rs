@@ -160,10 +160,11 @@ fn columns() -> impl Strategy<Value = Columns> {
 
 fn sets() -> impl Strategy<Value = Set> {
     let data = option::of(prop_oneof![columns().prop_map(DataType::Columns), Just(DataType::Verdict)]);
-    let flags = any::<(bool, bool, bool)>().prop_map(|(interval, dynamic, timeout)| Flags {
+    let flags = any::<(bool, bool, bool, bool)>().prop_map(|(interval, dynamic, timeout, counter)| Flags {
         interval,
         dynamic,
         timeout,
+        counter,
     });
     (names(), columns(), data, flags, option::of(1_u32..)).prop_map(|(name, key, data, flags, size)| Set {
         name,
