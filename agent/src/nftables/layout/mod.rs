@@ -6,7 +6,7 @@
 //! The number of sets is what makes a table slow to load (the kernel's time is quadratic in it), so there is no chain, set or
 //! map for a Service. nft cannot look up what another lookup has found, except through the packet: a scratch [`word`] in
 //! `meta priority` leads from the frontend to a group of endpoints, from the group to a [`class`] (how many there are, and for
-//! how long a client stays), and from there to one endpoint. docs/adr/0011 shows it with an example.
+//! how long a client stays), and from there to one endpoint. docs/adr/0012 shows it with an example.
 //!
 //! | Module | Says |
 //! |---|---|

@@ -339,7 +339,7 @@ fn families_have_tables_of_their_own() {
     }
 }
 
-/// The example of docs/adr/0011.
+/// The example of docs/adr/0012.
 #[test]
 fn worked_example() {
     let mut world = World::new();
