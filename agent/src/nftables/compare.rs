@@ -4,10 +4,14 @@
 //! differences in words. Pure. What packets have written into dynamic maps is left alone.
 
 use std::collections::BTreeMap;
+use std::iter;
 
 use super::read::{Installed, Object};
-use super::ruleset::{Element, Extra, Name, Operation, Origin, Rules, Ruleset, Set, Transaction, Tuple};
+use super::ruleset::{Element, Elements, Extra, Name, Operation, Origin, Rules, Ruleset, Set, Transaction};
 use super::text;
+
+/// So many elements are loaded at once: tens of milliseconds.
+const STEP: usize = 10_000;
 
 /// What differs, and what to do about it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,13 +47,34 @@ impl Ruleset {
         self.sets.values().cloned().map(Operation::AddSet).for_each(&mut add);
         self.chains.values().map(|rules| Operation::AddChain(rules.chain.clone())).for_each(&mut add);
         for (set, elements) in &self.elements {
-            add(add_elements(set, elements.values()));
+            add(add_elements(set, elements));
         }
         for rules in self.chains.values() {
             add_rules(rules).for_each(&mut add);
         }
         transaction
     }
+
+    /// The same in several transactions, for a table that is not there: each holds a bounded number of elements, so that
+    /// other users of nftables wait for a short time only, and only the last one lets packets in.
+    pub fn load_in_steps(&self) -> impl Iterator<Item = Transaction> {
+        let chains =
+            |base: bool| self.chains.values().filter(move |rules| rules.chain.base.is_some() == base);
+        let add_chains = move |base| {
+            let create = chains(base).map(|rules| Operation::AddChain(rules.chain.clone()));
+            create.chain(chains(base).flat_map(add_rules))
+        };
+        let sets = self.sets.values().cloned().map(Operation::AddSet);
+        let first = transaction([Operation::AddTable].into_iter().chain(sets).chain(add_chains(false)));
+        let elements = self.elements.iter().flat_map(|(set, elements)| {
+            elements.chunks(STEP).map(|chunk| transaction([add_elements(set, chunk)]))
+        });
+        iter::once(first).chain(elements).chain(iter::once_with(move || transaction(add_chains(true))))
+    }
+}
+
+fn transaction(operations: impl IntoIterator<Item = Operation>) -> Transaction {
+    Transaction { operations: operations.into_iter().map(|operation| (operation, Origin::NONE)).collect() }
 }
 
 fn add_elements<'a>(set: &Name, elements: impl IntoIterator<Item = &'a Element>) -> Operation {
@@ -192,13 +217,13 @@ fn chains_that_differ<'a>(desired: &'a Ruleset, installed: &Installed, repair: &
 
 /// How the elements of a set differ.
 #[derive(Default)]
-struct Elements<'a> {
+struct Differing<'a> {
     flush: bool,
     delete: Vec<&'a Element>,
     add: Vec<&'a Element>,
 }
 
-impl Elements<'_> {
+impl Differing<'_> {
     fn difference(&self, name: &Name, desired: &Ruleset) -> Option<String> {
         let set = desired.sets.get(name)?;
         let example = self.add.first().or(self.delete.first());
@@ -213,8 +238,8 @@ impl Elements<'_> {
     }
 }
 
-fn elements_that_differ<'a>(desired: &'a Ruleset, installed: &'a Installed) -> BTreeMap<Name, Elements<'a>> {
-    static NONE: BTreeMap<Tuple, Element> = BTreeMap::new();
+fn elements_that_differ<'a>(desired: &'a Ruleset, installed: &'a Installed) -> BTreeMap<Name, Differing<'a>> {
+    static NONE: Elements = Elements::new();
     let mut changes = BTreeMap::new();
     for (name, set) in &desired.sets {
         if set.flags.dynamic {
@@ -222,10 +247,10 @@ fn elements_that_differ<'a>(desired: &'a Ruleset, installed: &'a Installed) -> B
         }
         let should = desired.elements.get(name).unwrap_or(&NONE);
         let is = installed.ruleset.elements.get(name).unwrap_or(&NONE);
-        let mut change = Elements::default();
+        let mut change = Differing::default();
         if installed.foreign.contains_key(&Object::Elements(name.clone())) {
             change.flush = true;
-            change.add = should.values().collect();
+            change.add = should.iter().collect();
         } else {
             differ(set, should, is, &mut change);
         }
@@ -236,26 +261,21 @@ fn elements_that_differ<'a>(desired: &'a Ruleset, installed: &'a Installed) -> B
     changes
 }
 
-fn differ<'a>(
-    set: &Set,
-    should: &'a BTreeMap<Tuple, Element>,
-    is: &'a BTreeMap<Tuple, Element>,
-    change: &mut Elements<'a>,
-) {
-    for (key, element) in is {
-        if !should.get(key).is_some_and(|wanted| same(wanted, element)) {
+fn differ<'a>(set: &Set, should: &'a Elements, is: &'a Elements, change: &mut Differing<'a>) {
+    for element in is {
+        if !should.get(&element.key).is_some_and(|wanted| same(wanted, element)) {
             change.delete.push(element);
         }
     }
-    for (key, element) in should {
-        if !is.get(key).is_some_and(|there| same(element, there)) {
+    for element in should {
+        if !is.get(&element.key).is_some_and(|there| same(element, there)) {
             change.add.push(element);
         }
     }
     // Whoever has changed a range can have left half of one.
     if set.flags.interval && !change.delete.is_empty() {
         change.flush = true;
-        change.add = should.values().collect();
+        change.add = should.iter().collect();
     }
 }
 

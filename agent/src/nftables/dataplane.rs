@@ -22,7 +22,7 @@ use super::error::Error;
 use super::layout::{self, Limit, State, table};
 use super::probe::probe;
 use super::read::Installed;
-use super::ruleset::{Operation, Origin, Ruleset, Transaction};
+use super::ruleset::{Elements, Operation, Origin, Ruleset, Transaction};
 use super::watch::Watch;
 use crate::conntrack::Target;
 use crate::kernel::{SyncError, SyncFailure, Synced};
@@ -173,16 +173,25 @@ impl Dataplane {
         }
         let state = adopted(plan, node, read.as_ref());
         let full = state.full();
-        let repair = compare(&full, read.as_ref());
-        if read.is_some() && !repair.is_empty() {
-            info!(family = ?node.family, differences = repair.differences.len(), first = repair.differences.first(), "repairing our table");
-        }
-        drop(read);
-        let elements = full.elements.values().map(BTreeMap::len).sum();
+        let elements = full.elements.values().map(Elements::len).sum();
         let limits = BTreeMap::new();
         let mut known = Known { state, elements, written: Instant::now(), limits };
-        let written =
-            self.write(&mut known, repair.first).await? + self.write(&mut known, repair.then).await?;
+        let mut written = 0;
+        if read.is_some() {
+            let repair = compare(&full, read.as_ref());
+            // Two whole tables: not kept while a third is written.
+            drop((full, read));
+            if !repair.is_empty() {
+                info!(family = ?node.family, differences = repair.differences.len(), first = repair.differences.first(), "repairing our table");
+            }
+            for transaction in [repair.first, repair.then] {
+                written += self.write(&mut known, transaction).await?;
+            }
+        } else {
+            for transaction in full.load_in_steps() {
+                written += self.write(&mut known, transaction).await?;
+            }
+        }
         known.elements = elements;
         self.settle(&mut known).await?;
         self.listen(node.family);

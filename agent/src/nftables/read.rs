@@ -14,7 +14,7 @@ use nix::sys::time::{TimeVal, TimeValLike as _};
 use super::connection::{ANSWER_WITHIN, Connection, errno, receive};
 use super::error::Error;
 use super::notices;
-use super::ruleset::{Name, Rule, Rules, Ruleset, Statement, Table, Tuple, VerdictMap};
+use super::ruleset::{Elements, Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
 use super::wire::{self, DecodeError, ReadElement};
 
 /// Nobody but us changes the table often.
@@ -171,26 +171,28 @@ impl<'a> Reading<'a> {
         count: Option<u32>,
     ) -> Result<(), Error> {
         // By key; a range has its end at an own key.
-        let mut elements: BTreeMap<(Tuple, bool), ReadElement> = BTreeMap::new();
+        let mut elements: Vec<ReadElement> = Vec::new();
         // For some time after a large load the kernel rearranges its hash table, and a list made meanwhile lacks elements:
         // without a word, since no transaction is to blame. But each element of each list is there.
         for _ in 0..ATTEMPTS {
             let before = elements.len();
             self.list_elements(connection, set, &mut elements)?;
+            let by_key = |read: &ReadElement| (read.element.key, read.is_end);
+            elements.sort_unstable_by_key(by_key);
+            elements.dedup_by_key(|read| by_key(read));
             let complete = count.and_then(|count| usize::try_from(count).ok()) == Some(elements.len());
             if interval || complete || elements.len() == before {
                 break;
             }
         }
-        let elements: Vec<_> = elements.into_values().collect();
         if inline {
             self.inline.insert(set.clone(), elements);
             return Ok(());
         }
-        let elements: BTreeMap<_, _> = if interval {
-            wire::ranges(elements).into_iter().map(|element| (element.key, element)).collect()
+        let elements: Elements = if interval {
+            wire::ranges(elements).into_iter().collect()
         } else {
-            elements.into_iter().map(|read| (read.element.key, read.element)).collect()
+            elements.into_iter().map(|read| read.element).collect()
         };
         if !elements.is_empty() {
             self.installed.ruleset.elements.insert(set.clone(), elements);
@@ -202,7 +204,7 @@ impl<'a> Reading<'a> {
         &mut self,
         connection: &mut Connection,
         set: &Name,
-        elements: &mut BTreeMap<(Tuple, bool), ReadElement>,
+        elements: &mut Vec<ReadElement>,
     ) -> Result<(), Error> {
         let (table, foreign) = (self.table, &mut self.installed.foreign);
         connection.dump(
@@ -215,9 +217,7 @@ impl<'a> Reading<'a> {
             },
             |payload| {
                 match wire::elements(payload) {
-                    Ok(read) => {
-                        elements.extend(read.into_iter().map(|read| ((read.element.key, read.is_end), read)));
-                    }
+                    Ok(read) => elements.extend(read),
                     Err(DecodeError::Foreign(why)) => {
                         foreign.insert(Object::Elements(set.clone()), why);
                     }

@@ -46,6 +46,7 @@
 //! ```
 
 mod element;
+mod elements;
 mod rule;
 mod set;
 mod transaction;
@@ -57,6 +58,7 @@ use std::collections::BTreeMap;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 pub use element::{Counted, Element, ElementValue, Extra, SCTP, TCP, Tuple, UDP};
+pub use elements::Elements;
 pub use rule::{
     DynamicOperation, Operator, Rule, Statement, Verdict, VerdictMap, drop, goto, jump, return_, set_mark,
     set_priority,
@@ -156,8 +158,8 @@ pub struct Ruleset {
     pub table: Table,
     /// Sets and maps by name.
     pub sets: BTreeMap<Name, Set>,
-    /// The elements of each set that has any, by key.
-    pub elements: BTreeMap<Name, BTreeMap<Tuple, Element>>,
+    /// The elements of each set that has any.
+    pub elements: BTreeMap<Name, Elements>,
     /// Chains by name.
     pub chains: BTreeMap<Name, Rules>,
 }
@@ -180,8 +182,8 @@ impl Ruleset {
         self.chains.insert(rules.chain.name.clone(), rules);
     }
 
-    /// Adds or replaces an element.
+    /// Adds or replaces an element; see [`Elements::insert`] for the cost.
     pub fn add_element(&mut self, set: impl Into<Name>, element: Element) {
-        self.elements.entry(set.into()).or_default().insert(element.key, element);
+        self.elements.entry(set.into()).or_default().insert(element);
     }
 }

@@ -23,7 +23,7 @@ pub fn ruleset(ruleset: &Ruleset) -> String {
     let mut out = format!("table {} {} {{\n", text.keyword(), ruleset.table.name);
     let mut blocks = Vec::new();
     for (name, set) in &ruleset.sets {
-        blocks.push(text.set(set, ruleset.elements.get(name).into_iter().flat_map(|all| all.values())));
+        blocks.push(text.set(set, ruleset.elements.get(name).into_iter().flatten()));
     }
     for rules in ruleset.chains.values() {
         let mut block = chain_head(&rules.chain);

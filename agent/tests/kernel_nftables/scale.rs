@@ -73,7 +73,7 @@ fn measure_20000_elements() {
             let elements = empty.elements.remove("frontends").unwrap();
             connection.apply(&all.table, &empty.load()).unwrap();
             let mut load = Transaction::default();
-            for element in elements.values() {
+            for element in &elements {
                 load.add_element("frontends", element.clone(), Origin::NONE);
             }
             let started = Instant::now();

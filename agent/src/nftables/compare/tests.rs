@@ -7,7 +7,8 @@ use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 
 use super::super::ruleset::{
-    Chain, ChainType, Columns, ElementValue, Hook, Rule, Statement, Table, Type, Value, Verdict, jump, key,
+    Chain, ChainType, Columns, ElementValue, Hook, Rule, Statement, Table, Tuple, Type, Value, Verdict, jump,
+    key,
 };
 use super::super::text::tests::example;
 use super::*;
@@ -55,11 +56,31 @@ fn what_is_equal_is_left_alone() {
     let (repair, first, _) = after(|there| {
         let element = Element::new(Tuple::new().word(1)).with_data(Tuple::new().word(1));
         there.ruleset.add_element("affinity", element);
-        for element in there.ruleset.elements.get_mut("hairpin").unwrap().values_mut() {
+        let hairpin = there.ruleset.elements.get_mut("hairpin").unwrap();
+        for mut element in hairpin.clone() {
             element.extra_mut().expires = Some(std::time::Duration::from_secs(1));
+            hairpin.insert(element);
         }
     });
     assert!(repair.is_empty() && first.is_empty(), "{repair:?}");
+}
+
+fn remove_first(elements: &mut Elements) -> Tuple {
+    let key = elements.iter().next().unwrap().key;
+    elements.remove(&key).unwrap();
+    key
+}
+
+#[test]
+fn a_table_that_is_loaded_in_steps_is_the_same_and_lets_packets_in_last() {
+    let desired = example(IpFamily::IPv4);
+    let mut there = Ruleset::new(desired.table.clone());
+    let steps: Vec<_> = desired.load_in_steps().collect();
+    for step in &steps {
+        assert!(there.chains.values().all(|rules| rules.chain.base.is_none()));
+        apply(&mut there, step);
+    }
+    assert_eq!(there, desired);
 }
 
 #[test]
@@ -76,12 +97,12 @@ fn a_missing_table_is_loaded() {
 fn elements_are_repaired_one_by_one() {
     let (repair, first, then) = after(|there| {
         let frontends = there.ruleset.elements.get_mut("frontends").unwrap();
-        let key = *frontends.keys().next().unwrap();
-        frontends.insert(key, Element::new(key).with_data(Tuple::new().word(9)));
-        let other = *frontends.keys().nth(1).unwrap();
-        frontends.remove(&other);
+        let keys: Vec<_> = frontends.iter().map(|element| element.key).collect();
         let extra = Tuple::new().address([9, 9, 9, 9]).protocol(6).port(9);
-        frontends.insert(extra, Element::new(extra).with_data(Tuple::new().word(9)));
+        frontends.remove(&keys[1]);
+        for key in [keys[0], extra] {
+            frontends.insert(Element::new(key).with_data(Tuple::new().word(9)));
+        }
     });
     assert_eq!(
         (first, then),
@@ -96,13 +117,13 @@ fn elements_are_repaired_one_by_one() {
 #[test]
 fn ranges_are_repaired_as_a_whole_if_one_is_wrong() {
     let (_, first, _) = after(|there| {
-        there.ruleset.elements.get_mut("service-cidrs").unwrap().pop_first();
+        remove_first(there.ruleset.elements.get_mut("service-cidrs").unwrap());
     });
     assert_eq!(first, ["add 1 to service-cidrs"]);
     let (_, first, _) = after(|there| {
         let ranges = there.ruleset.elements.get_mut("service-cidrs").unwrap();
-        let (key, _) = ranges.pop_first().unwrap();
-        ranges.insert(key, Element::range(key, key));
+        let key = remove_first(ranges);
+        ranges.insert(Element::range(key, key));
     });
     assert_eq!(first, ["flush set service-cidrs", "add 4 to service-cidrs"]);
 }
@@ -115,7 +136,7 @@ fn chains_are_repaired_one_by_one() {
     assert_eq!((first, then), (vec!["flush chain n2".to_owned(), "add rule to n2".to_owned()], vec![]));
     let (_, first, then) = after(|there| {
         there.ruleset.chains.remove("n2");
-        there.ruleset.elements.get_mut("classes").unwrap().pop_first();
+        remove_first(there.ruleset.elements.get_mut("classes").unwrap());
         there.ruleset.add_chain(Chain::new("stray"), [Rule::new([jump("n2")])]);
         there.ruleset.add_set(Set::new("odd", desired_columns()));
     });
@@ -173,9 +194,7 @@ fn apply(to: &mut Ruleset, transaction: &Transaction) {
             }
             Operation::DeleteChain(name) => {
                 assert!(to.chains.remove(&name).unwrap().rules.is_empty(), "it was flushed");
-                assert!(
-                    !to.elements.values().flat_map(BTreeMap::values).any(|element| leads_to(element, &name))
-                );
+                assert!(!to.elements.values().flatten().any(|element| leads_to(element, &name)));
             }
             Operation::FlushChain(name) => to.chains.get_mut(&name).unwrap().rules.clear(),
             Operation::AddRule { chain, rule } => {
@@ -204,7 +223,7 @@ fn apply(to: &mut Ruleset, transaction: &Transaction) {
                         assert!(to.chains.contains_key(chain), "a verdict needs {chain}");
                     }
                     let there = to.elements.entry(set.clone()).or_default();
-                    assert_eq!(there.insert(element.key, element), None, "it was deleted");
+                    assert_eq!(there.insert(element), None, "it was deleted");
                 }
             }
             Operation::DeleteElements { set, elements } => {

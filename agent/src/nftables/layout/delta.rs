@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::nftables::ruleset::{Element, Operation, Origin, Rules, Transaction, Tuple};
 
-type Elements = BTreeMap<&'static str, BTreeMap<Tuple, (Element, Origin)>>;
+type Touched = BTreeMap<&'static str, BTreeMap<Tuple, (Element, Origin)>>;
 
 /// Collects changes in any order. An element that is both removed and added with the same value stays as it is; with another
 /// value it is replaced.
@@ -12,8 +12,8 @@ type Elements = BTreeMap<&'static str, BTreeMap<Tuple, (Element, Origin)>>;
 pub(super) struct Delta {
     new_chains: Vec<(Rules, Origin)>,
     rewritten: Vec<Rules>,
-    removed: Elements,
-    added: Elements,
+    removed: Touched,
+    added: Touched,
 }
 
 impl Delta {

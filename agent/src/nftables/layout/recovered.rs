@@ -140,7 +140,7 @@ impl Recovered {
 pub fn served(read: &Ruleset) -> Vec<Target> {
     let groups = read.elements.get(GROUPS);
     let leads_somewhere = |word: u32| {
-        let has = |group: u32| groups.is_some_and(|groups| groups.contains_key(&Tuple::new().word(group)));
+        let has = |group: u32| groups.is_some_and(|groups| groups.get(&Tuple::new().word(group)).is_some());
         let group = word & GROUP & !LOCAL;
         has(group) || has(group | LOCAL)
     };
@@ -162,7 +162,7 @@ pub fn served(read: &Ruleset) -> Vec<Target> {
 }
 
 fn elements<'a>(read: &'a Ruleset, set: &str) -> impl Iterator<Item = &'a Element> {
-    read.elements.get(set).into_iter().flat_map(BTreeMap::values)
+    read.elements.get(set).into_iter().flatten()
 }
 
 fn words<'a>(read: &'a Ruleset, set: &str) -> impl Iterator<Item = (&'a Element, u32)> {

@@ -18,7 +18,7 @@ use super::ids::Ids;
 use super::port::{List, Port, entrances, reorder, source_ranges, traffic};
 use super::recovered::{Prior, Recovered};
 use super::word::{self, LENGTH_SHIFT, LOCAL};
-use crate::nftables::ruleset::{Counted, Element, Origin, Rules, Ruleset, Transaction, Tuple};
+use crate::nftables::ruleset::{Counted, Element, Elements, Origin, Rules, Ruleset, Transaction, Tuple};
 use crate::plan::{Backend, Changes, NodePlan, Plan, PortId, PortPlan, Target};
 
 /// What this layout cannot do for a Service port.
@@ -379,21 +379,21 @@ impl State {
         for Rules { chain, rules } in self.chains() {
             ruleset.add_chain(chain, rules);
         }
+        let mut elements: BTreeMap<&'static str, Vec<Element>> = BTreeMap::new();
+        let mut add = |set, element| elements.entry(set).or_default().push(element);
         let classes = self.classes.elements().map(|element| (CLASSES, element));
-        for (set, element) in fixed::elements(&self.node).into_iter().chain(classes) {
-            ruleset.add_element(set, element);
-        }
+        fixed::elements(&self.node).into_iter().chain(classes).for_each(|(set, element)| add(set, element));
         for (id, port) in &self.ports {
-            port.elements(id, &mut |set, element| ruleset.add_element(set, element));
-            for (set, element, _) in shared(&port.plan) {
-                ruleset.add_element(set, element);
-            }
+            port.elements(id, &mut add);
+            shared(&port.plan).for_each(|(set, element, _)| add(set, element));
         }
         for (list, ranges) in self.lists.all() {
             for range in ranges {
-                ruleset.add_element(SOURCES, source(list, *range));
+                add(SOURCES, source(list, *range));
             }
         }
+        ruleset.elements =
+            elements.into_iter().map(|(set, elements)| (set.into(), Elements::from(elements))).collect();
         ruleset
     }
 }

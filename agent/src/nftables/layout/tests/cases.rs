@@ -129,7 +129,7 @@ fn the_group_of_a_deleted_service_is_not_used_again_at_once() {
     let mut world = World::new();
     let group = |world: &World| {
         let key = Tuple::new().protocol(6).port(30080);
-        world.table().elements[fixed::NODE_PORTS][&key].value.clone()
+        world.table().elements[fixed::NODE_PORTS].get(&key).unwrap().value.clone()
     };
     world.count(&spec(&json!({})), [1]);
     let first = group(&world);

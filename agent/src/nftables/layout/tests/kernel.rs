@@ -56,7 +56,7 @@ fn step(table: &mut Ruleset, operation: &Operation) -> Result<(), String> {
                 if known.get(&element.key).is_some_and(|known| known != element) {
                     return Err(format!("{:?} has another value", element.key));
                 }
-                known.insert(element.key, element.clone());
+                known.insert(element.clone());
                 if let ElementValue::Verdict(verdict) = &element.value {
                     let to = chain_of(verdict).ok_or("not a chain")?;
                     table.chains.contains_key(to).then_some(()).ok_or("no such chain")?;
@@ -89,7 +89,7 @@ fn statements(table: &Ruleset) -> impl Iterator<Item = &Statement> {
 
 /// Chains that something leads to.
 fn referred(table: &Ruleset) -> BTreeSet<Name> {
-    let elements = table.elements.values().flat_map(|elements| elements.values());
+    let elements = table.elements.values().flatten();
     let by_element = elements.filter_map(|element| match &element.value {
         ElementValue::Verdict(verdict) => chain_of(verdict),
         _ => None,
@@ -135,14 +135,16 @@ pub fn damage(table: &mut Ruleset, dice: &mut Dice) {
         which if !table.elements.is_empty() => {
             let at = any(table.elements.len());
             let elements = table.elements.values_mut().nth(at).unwrap();
-            let keys: Vec<_> = elements.keys().copied().collect();
+            let keys: Vec<_> = elements.iter().map(|element| element.key).collect();
             let (key, other) = (keys[any(keys.len())], keys[any(keys.len())]);
             if which == 2 {
                 elements.remove(&key);
             } else {
                 // Intervals would overlap.
-                let value = elements[&other].value.clone();
-                elements.get_mut(&key).unwrap().value = value;
+                let value = elements.get(&other).unwrap().value.clone();
+                let mut element = elements.remove(&key).unwrap();
+                element.value = value;
+                elements.insert(element);
             }
             table.elements.retain(|_, elements| !elements.is_empty());
         }

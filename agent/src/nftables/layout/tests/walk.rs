@@ -318,7 +318,7 @@ impl Walk<'_> {
         if !self.table.sets[set].flags.interval {
             return self.element(set, key).is_some();
         }
-        let ranges = self.table.elements.get(set).into_iter().flat_map(|elements| elements.values());
+        let ranges = self.table.elements.get(set).into_iter().flatten();
         ranges.into_iter().any(|element| {
             let last = element.extra.as_ref().and_then(|extra| extra.last).unwrap();
             (element.key.bytes()..=last.bytes()).contains(&key.bytes())
