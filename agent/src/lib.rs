@@ -30,3 +30,13 @@ pub mod sync;
 pub mod sysctl;
 pub mod takeover;
 pub mod watch;
+
+// The tests in `agent/tests` read the same scenarios, and know this crate by its name.
+#[cfg(test)]
+extern crate self as pointsman_agent;
+#[cfg(test)]
+#[allow(dead_code, reason = "what only real packets need")]
+#[path = "../tests/support/scenario/mod.rs"]
+mod scenario;
+#[cfg(test)]
+mod scenario_tests;

@@ -174,6 +174,7 @@ fn ct_1_matrix() {
     });
 }
 
+// ids: CT-2 CT-3 CT-4 REG-139628
 #[test]
 fn ct_2_ct_3_ct_4_old_ports_untranslated_and_scaled_to_zero() {
     isolated(|| {
@@ -392,6 +393,7 @@ impl Service {
     }
 }
 
+// ids: CT-6 CT-7 CT-8 CT-12 REG-141371 REG-48370
 #[test]
 fn ct_6_ct_7_ct_12_a_stream_of_datagrams_follows_the_service() {
     isolated(|| {
@@ -439,6 +441,7 @@ fn ct_6_ct_7_ct_12_a_stream_of_datagrams_follows_the_service() {
     });
 }
 
+// ids: CT-1 REG-101607
 #[test]
 fn ct_1_tcp_established_stays_and_an_unanswered_syn_goes() {
     isolated(|| {

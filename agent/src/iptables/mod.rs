@@ -21,7 +21,7 @@ mod tools;
 mod tree;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use cleanup::{Connections, cleanup};
 pub use dataplane::Dataplane;

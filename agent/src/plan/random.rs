@@ -114,9 +114,14 @@ pub struct Cluster {
 
 impl Cluster {
     pub fn new() -> Self {
+        Self::with(start())
+    }
+
+    /// A node with nothing but this.
+    pub fn with(changes: impl IntoIterator<Item = Change>) -> Self {
         let mut cluster =
             Self { model: Model::new(), plan: Plan::new(config(), &FAMILIES), pending: Changes::default() };
-        for change in start() {
+        for change in changes {
             cluster.apply(change);
         }
         cluster.pending = Changes::default();
@@ -131,7 +136,11 @@ impl Cluster {
 
     /// Some change of the configuration.
     pub fn configure(&mut self, seed: u64) {
-        let changes = self.plan.configure(random_config(&mut Dice::new(seed)), &self.model);
+        self.set_config(random_config(&mut Dice::new(seed)));
+    }
+
+    pub fn set_config(&mut self, config: NodeProxyConfiguration) {
+        let changes = self.plan.configure(config, &self.model);
         self.pending.merge(changes);
     }
 }

@@ -12,8 +12,9 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 
 use crate::lifecycle::{BOTH, cluster_ip, loaded};
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, address};
-use crate::world::{FAMILIES, World, block_on, options};
+use crate::support::lab::{Lab, address};
+use crate::support::traffic::Answer;
+use crate::support::world::{FAMILIES, World, block_on, options};
 
 /// Tools that write down how they are run, and fail where a test wants them to.
 struct Shim {
@@ -76,7 +77,7 @@ impl World {
     /// Lets the data plane hear what is done in the node's namespace.
     pub fn listen(&mut self, lab: &Lab) {
         let handle = self.runtime.handle().clone();
-        let notices = lab.run(NODE, move || {
+        let notices = lab.run("node", move || {
             let _entered = handle.enter();
             Notices::subscribe().unwrap()
         });
@@ -110,11 +111,11 @@ fn syn_10_foreign_changes_are_told_by_the_kernel_and_own_writes_are_not() {
     let shim = Shim::new("drift");
     let mut world = listening(&lab, Flavour::Nft, &shim);
     // Our own writes, of every kind, are no foreign changes, and a look after them reads nothing.
-    world.endpoints("web", &[POD_A]);
+    world.endpoints("web", &["a"]);
     world.sync();
     world.endpoints("web", &[]);
     world.sync();
-    world.endpoints("web", &[POD_A]);
+    world.endpoints("web", &["a"]);
     world.sync();
     shim.ran("");
     assert!(!world.is_told());
@@ -163,7 +164,7 @@ fn syn_10_foreign_changes_are_told_by_the_kernel_and_own_writes_are_not() {
     assert!(world.is_told());
     assert!(world.look().len() > 10);
     world.repair();
-    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
 }
 
 #[test]
@@ -180,6 +181,7 @@ fn syn_10_the_legacy_flavour_is_read_at_every_look() {
     assert_eq!(shim.ran("iptables-legacy-restore"), 1, "one family");
 }
 
+// ids: SYN-8 SYN-19 REG-121362
 #[test]
 fn syn_8_a_write_that_got_half_way_is_read_back_and_repaired_in_its_family_alone() {
     for flavour in BOTH {
@@ -192,17 +194,17 @@ fn syn_8_a_write_that_got_half_way_is_read_back_and_repaired_in_its_family_alone
         let (_, errors) = world.try_sync();
         assert_eq!(errors.len(), 1, "{errors:?}");
         assert_eq!((errors[0].family, errors[0].failure), (IpFamily::IPv6, SyncFailure::RestoreFailed));
-        let np = |v6| (address(NODE, v6), 30080);
-        assert_eq!(lab.tcp(CLIENT, np(false)), Answer::Refused);
+        let np = |v6| (address("node", v6), 30080);
+        assert_eq!(lab.tcp("client", np(false)), Answer::Refused);
         // Still failing, with the next change beside it.
         world.service(
             "other",
             serde_json::json!({
-                "clusterIPs": ["10.96.0.81", "fd00:10:96::51"],
+                "clusterIPs": ["172.30.0.81", "fd00:ac:1e::51"],
                 "ports": [{"name": "web", "protocol": "TCP", "port": 80}],
             }),
         );
-        world.endpoints("other", &[POD_A]);
+        world.endpoints("other", &["a"]);
         let (_, errors) = world.try_sync();
         assert_eq!(errors.len(), 1, "{errors:?}");
         shim.fail(false);
@@ -214,8 +216,8 @@ fn syn_8_a_write_that_got_half_way_is_read_back_and_repaired_in_its_family_alone
         let saves: Vec<&str> = log.lines().filter(|line| line.contains("-save")).collect();
         assert!(!saves.is_empty() && saves.iter().all(|line| line.contains("ip6tables")), "{saves:?}");
         assert_eq!(world.differences(), Vec::<String>::new());
-        assert_eq!(lab.tcp(CLIENT, np(true)), Answer::Refused);
-        let other = (crate::net::ip("fd00:10:96::51"), 80);
-        assert!(matches!(lab.tcp(CLIENT, other), Answer::From(..)));
+        assert_eq!(lab.tcp("client", np(true)), Answer::Refused);
+        let other = (crate::support::lab::ip("fd00:ac:1e::51"), 80);
+        assert!(matches!(lab.tcp("client", other), Answer::From(..)));
     }
 }

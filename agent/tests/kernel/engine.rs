@@ -18,8 +18,9 @@ use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode, NodePortAd
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::lifecycle::{BOTH, Traffic, cluster_ip, spec};
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, REMOTE, address, ip};
-use crate::world::{block_on, config, service, slice};
+use crate::support::lab::{Lab, address, ip};
+use crate::support::traffic::Answer;
+use crate::support::world::{FAMILIES, block_on, config, service, slice};
 
 /// A loop that runs until it is dropped.
 struct Running {
@@ -42,24 +43,24 @@ impl Running {
             checks: Checks::default(),
             objects: Objects::channel().0,
         };
-        let thread = lab.spawn(NODE, move || {
+        let thread = lab.spawn("node", move || {
             block_on(async {
                 let node = Node::new(std::path::Path::new("/proc/sys"));
                 Engine::new(node, outside, None).run(queue, stopped).await;
             });
         });
         let running = Self { inputs, state: receiver, stop: Some(stop), thread: Some(thread) };
-        let own = [address(NODE, false), address(NODE, true)];
+        let own = [address("node", false), address("node", true)];
         running.change(Change::Node(NodeFacts {
             name: "node".into(),
             addresses: own.to_vec(),
-            pod_cidrs: vec!["10.244.0.0/24".parse().unwrap(), "fd00:244::/64".parse().unwrap()],
+            pod_cidrs: vec!["10.180.0.0/24".parse().unwrap(), "fd00:a:b4::/64".parse().unwrap()],
             zone: None,
         }));
         running.change(Change::LocalAddresses(own.to_vec()));
         running.change(Change::ServiceApplied(Box::new(service("web", &spec()))));
-        for v6 in [false, true] {
-            running.change(Change::SliceApplied(Box::new(slice("web", v6, &[POD_A, REMOTE], 8080))));
+        for family in FAMILIES {
+            running.change(Change::SliceApplied(Box::new(slice("web", family, &["a", "r"]))));
         }
         for source in Source::REQUIRED {
             running.tell(Input::Listed(source));
@@ -117,6 +118,7 @@ fn settings(flavour: Flavour) -> NodeProxyConfiguration {
     config
 }
 
+// ids: SYN-10 REG-129128
 #[test]
 fn syn_10_the_loop_puts_a_deleted_chain_back_within_a_second() {
     let Some(lab) = Lab::new() else { return };
@@ -132,10 +134,11 @@ fn syn_10_the_loop_puts_a_deleted_chain_back_within_a_second() {
         eprintln!("SYN-10: the loop has repaired it after {took:?}");
         assert!(took < Duration::from_secs(1), "{took:?}");
         assert_eq!((state.drift.foreign_changes, state.drift.differs), (repairs, false));
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     }
 }
 
+// ids: CT-10 NP-4 CFG-17
 #[test]
 fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
     for flavour in BOTH {
@@ -148,7 +151,7 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
         assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_udp_timeout"), "17\n");
         assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_tcp_timeout_close_wait"), "3600\n");
         let localhost = (ip("127.0.0.1"), 30080);
-        assert_eq!(lab.tcp(NODE, localhost), Answer::Refused);
+        assert_eq!(lab.tcp("node", localhost), Answer::Refused);
         config.iptables.localhost_node_ports = true;
         config.node_port_addresses = vec![NodePortAddress("all".into())];
         config.conntrack.udp_timeout_seconds = 18;
@@ -159,7 +162,7 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
         assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "1\n");
         let saved = |lab: &Lab, tool: &str| lab.node(&format!("{tool}-{flavour}-save"));
         assert!(!saved(&lab, "iptables").contains("INVALID"), "the switch follows live (k/k#117924)");
-        assert!(matches!(lab.tcp(NODE, localhost), Answer::From(..)));
+        assert!(matches!(lab.tcp("node", localhost), Answer::From(..)));
         config.iptables.localhost_node_ports = false;
         config.conntrack.tcp_be_liberal = false;
         config.ip_family_policy = IpFamilyPolicy::SingleStack;
@@ -168,10 +171,10 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
         assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "0\n");
         assert!(saved(&lab, "iptables").contains("INVALID"));
         assert!(!saved(&lab, "ip6tables").contains("KUBE-"), "single stack");
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
         config.ip_family_policy = IpFamilyPolicy::PreferDualStack;
         running.configure(&config);
-        assert!(matches!(lab.tcp(CLIENT, (address(NODE, true), 30080)), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", (address("node", true), 30080)), Answer::From(..)));
         assert_eq!(running.state.borrow().settings, Vec::<String>::new());
     }
 }
@@ -223,7 +226,7 @@ fn syn_10_the_loop_repairs_our_table_within_a_second_and_a_successor_removes_wha
         let took = begun.elapsed();
         eprintln!("SYN-10: the loop has repaired it after {took:?}");
         assert!(took < Duration::from_secs(1), "{damage}: {took:?}");
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     }
     config.ip_family_policy = IpFamilyPolicy::SingleStack;
     running.configure(&config);
@@ -233,5 +236,5 @@ fn syn_10_the_loop_repairs_our_table_within_a_second_and_a_successor_removes_wha
     let successor = Running::start(&lab);
     successor.configure(&settings(Flavour::Nft));
     assert!(!lab.node("nft list tables").contains("pointsman"));
-    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
 }

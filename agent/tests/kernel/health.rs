@@ -16,14 +16,14 @@ use pointsman_agent::sync::Dataplane as _;
 use serde_json::json;
 use tokio::sync::{oneshot, watch};
 
-use crate::net::{CLIENT, Lab, NODE, POD_A, REMOTE, address, ip, masqueraded};
-use crate::world::{World, block_on};
+use crate::support::lab::{Lab, address, ip, masqueraded};
+use crate::support::world::{World, block_on};
 
 const PORT: u16 = 31999;
 
 /// The answer's first line, if there is an answer.
 fn ask(lab: &Lab, to: IpAddr) -> String {
-    lab.run(CLIENT, move || {
+    lab.run("client", move || {
         let to = SocketAddr::new(to, PORT);
         let ask = || -> std::io::Result<String> {
             let mut stream = TcpStream::connect_timeout(&to, Duration::from_secs(1))?;
@@ -51,6 +51,7 @@ fn follow(world: &mut World, checks: &Checks, open: usize) {
     panic!("{} ports are open, not {open}: {:?}", checks.open(), checks.problems());
 }
 
+// ids: HC-4 HC-5 HC-6 REG-82163
 #[test]
 fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_nowhere_else() {
     let Some(lab) = Lab::new() else { return };
@@ -59,7 +60,7 @@ fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_
     let checks = Checks::default();
     let (stop, stopped) = oneshot::channel::<()>();
     let answers = checks.clone();
-    let server = lab.spawn(NODE, move || {
+    let server = lab.spawn("node", move || {
         block_on(async move {
             let (_state, of_state) = watch::channel(SyncState::new(Timestamp::UNIX_EPOCH));
             let (objects, _news) = Objects::channel();
@@ -76,13 +77,13 @@ fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_
         "web",
         json!({
             "type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": PORT,
-            "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+            "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
             "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
             "status": {"loadBalancer": {"ingress": balancer.map(|address| json!({"ip": address}))}},
         }),
     );
     follow(&mut world, &checks, 4);
-    let own = [address(NODE, false), address(NODE, true)];
+    let own = [address("node", false), address("node", true)];
     for address in own {
         assert_eq!(
             ask(&lab, address),
@@ -90,7 +91,7 @@ fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_
             "no endpoint yet, and the firewall lets it in"
         );
     }
-    world.endpoints("web", &[POD_A, REMOTE]);
+    world.endpoints("web", &["a", "r"]);
     follow(&mut world, &checks, 4);
     for address in own {
         assert_eq!(ask(&lab, address), "HTTP/1.0 200 OK", "{address}");
@@ -103,7 +104,7 @@ fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_
     for address in balancer {
         assert_eq!(ask(&lab, address), "HTTP/1.0 200 OK", "{address}");
     }
-    world.endpoints("web", &[REMOTE]);
+    world.endpoints("web", &["r"]);
     follow(&mut world, &checks, 4);
     assert_eq!(ask(&lab, own[0]), "HTTP/1.0 503 Service Unavailable");
     world.delete_service("web");

@@ -1,7 +1,6 @@
 //! Adoption, live changes, failures, cleanup: traffic goes on meanwhile, and what is not ours stays.
 
-use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,33 +8,36 @@ use std::time::{Duration, Instant};
 
 use pointsman_agent::iptables::{self, Connections, Flavour, Options, Tools, cleanup};
 use pointsman_agent::kernel::SyncFailure;
+use pointsman_agent::model::Protocol;
 use pointsman_agent::sync::Platform;
 use pointsman_agent::sync::node::{Dataplane, Node};
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use serde_json::json;
 
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address, connect, ip};
-use crate::world::{Way, World, block_on, config, options, tools};
+use crate::support::lab::{Lab, address, ip};
+use crate::support::scenario::hosts::Host;
+use crate::support::traffic::{Answer, PATIENT, ask};
+use crate::support::world::{FAMILIES, Way, World, block_on, config, options, tools};
 
 pub const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
 
 pub fn spec() -> serde_json::Value {
     json!({
         "type": "NodePort",
-        "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+        "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
         "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
     })
 }
 
 pub fn cluster_ip() -> SocketAddr {
-    (ip("10.96.0.80"), 80).into()
+    (ip("172.30.0.80"), 80).into()
 }
 
 pub fn loaded(lab: &Lab, way: impl Into<Way>) -> World {
     let mut world = World::new(lab, way);
     world.service("web", spec());
-    world.endpoints("web", &[POD_A, REMOTE]);
+    world.endpoints("web", &["a", "r"]);
     world
 }
 
@@ -48,21 +50,22 @@ pub struct Traffic {
 impl Traffic {
     pub fn start(lab: &Lab) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
-        let node_port = |v6| SocketAddr::from((address(NODE, v6), 30080));
+        let node_port = |v6| SocketAddr::from((address("node", v6), 30080));
         let flows = [
-            (CLIENT, node_port(false)),
-            (CLIENT, node_port(true)),
-            (NODE, cluster_ip()),
-            (POD_B, cluster_ip()),
-            (POD_B, (ip("fd00:10:96::50"), 80).into()),
+            ("client", node_port(false)),
+            ("client", node_port(true)),
+            ("node", cluster_ip()),
+            ("pod", cluster_ip()),
+            ("pod", (ip("fd00:ac:1e::50"), 80).into()),
         ];
         let threads = flows.map(|(from, to)| {
             let stop = stop.clone();
+            let source = Host::named(from).unwrap().source(&to);
             lab.spawn(from, move || {
                 let (mut count, mut failed) = (0, Vec::new());
                 while !stop.load(Ordering::Relaxed) {
                     let start = Instant::now();
-                    match connect(to) {
+                    match block_on(ask(source, to, Protocol::Tcp, PATIENT)) {
                         Answer::From(..) if start.elapsed() < Duration::from_millis(900) => {}
                         Answer::From(..) => failed.push(Answer::Nothing),
                         other => failed.push(other),
@@ -86,6 +89,7 @@ impl Traffic {
     }
 }
 
+// ids: NP-10
 #[test]
 fn a_new_mark_bit_loses_no_connection() {
     for flavour in BOTH {
@@ -94,7 +98,7 @@ fn a_new_mark_bit_loses_no_connection() {
         world.settle();
         // Only what the mark or an established connection lets through is forwarded.
         lab.node(&format!("iptables-{flavour} -P FORWARD DROP; ip6tables-{flavour} -P FORWARD DROP"));
-        lab.node(&format!("iptables-{flavour} -A FORWARD -i podB -j ACCEPT; ip6tables-{flavour} -A FORWARD -i podB -j ACCEPT"));
+        lab.node(&format!("iptables-{flavour} -A FORWARD -i pod0 -j ACCEPT; ip6tables-{flavour} -A FORWARD -i pod0 -j ACCEPT"));
         let traffic = Traffic::start(&lab);
         for bit in [15, 3, 14] {
             let mut config = config();
@@ -141,6 +145,7 @@ fn as_kube_proxy(lab: &Lab, flavour: Flavour) {
     }
 }
 
+// ids: SYN-9 REG-75360
 #[test]
 fn syn_9_rules_of_kube_proxy_are_adopted_without_a_gap() {
     for flavour in BOTH {
@@ -170,32 +175,7 @@ fn syn_9_rules_of_kube_proxy_are_adopted_without_a_gap() {
 /// Cleans up in the node's namespace, as the command does. Returns whether an anchor is left.
 fn clean(lab: &Lab, flavour: Flavour) -> bool {
     let tools = tools(lab, flavour);
-    lab.run(NODE, move || block_on(cleanup(&tools, &crate::world::FAMILIES, Connections::Anchor)).unwrap())
-}
-
-/// A connection that is asked for an echo from time to time.
-pub struct Stream(TcpStream);
-
-impl Stream {
-    pub fn open(lab: &Lab, to: SocketAddr) -> Self {
-        let stream = lab.run(CLIENT, move || TcpStream::connect(to).unwrap());
-        stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-        Self(stream)
-    }
-
-    pub fn answers(&mut self) -> bool {
-        self.0.write_all(b"ping").is_ok() && self.0.read_exact(&mut [0; 4]).is_ok()
-    }
-}
-
-/// Echoes in pod A.
-pub fn echo(lab: &Lab, port: u16) {
-    let listener = lab.run(POD_A, move || TcpListener::bind((IpAddr::from([0_u16; 8]), port)).unwrap());
-    std::thread::spawn(move || {
-        while let Ok((stream, _)) = listener.accept() {
-            std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
-        }
-    });
+    lab.run("node", move || block_on(cleanup(&tools, &FAMILIES, Connections::Anchor)).unwrap())
 }
 
 #[test]
@@ -203,12 +183,11 @@ fn syn_16_connections_outlive_a_cleanup() {
     for flavour in BOTH {
         for v6 in [false, true] {
             let Some(lab) = Lab::new() else { return };
-            echo(&lab, 8080 + 1);
             let mut world = World::new(&lab, flavour);
             world.service("web", spec());
-            world.endpoints_at("web", &[POD_A], 8081);
+            world.endpoints("web", &["a"]);
             world.settle();
-            let mut stream = Stream::open(&lab, (address(NODE, v6), 30080).into());
+            let mut stream = lab.stream("client", (address("node", v6), 30080));
             assert!(stream.answers());
             assert!(clean(&lab, flavour), "an anchor is left");
             assert!(stream.answers() && stream.answers());
@@ -244,8 +223,8 @@ fn a_family_that_is_not_served_any_more_loses_its_rules() {
         let Some(lab) = Lab::new() else { return };
         let mut world = loaded(&lab, flavour);
         world.settle();
-        let v6 = SocketAddr::from((address(NODE, true), 30080));
-        assert!(matches!(lab.tcp(CLIENT, v6), Answer::From(..)));
+        let v6 = SocketAddr::from((address("node", true), 30080));
+        assert!(matches!(lab.tcp("client", v6), Answer::From(..)));
         let one = [IpFamily::IPv4];
         let old = std::mem::replace(
             &mut world.dataplane,
@@ -257,8 +236,8 @@ fn a_family_that_is_not_served_any_more_loses_its_rules() {
         assert!(!saved.contains("KUBE-"), "{saved}");
         assert!(!block_on(tools(&lab, flavour).in_use(IpFamily::IPv6)));
         assert!(block_on(tools(&lab, flavour).in_use(IpFamily::IPv4)));
-        assert_eq!(lab.tcp(CLIENT, v6), Answer::Refused, "nobody listens there");
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert_eq!(lab.tcp("client", v6), Answer::Refused, "nobody listens there");
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     }
 }
 
@@ -290,10 +269,11 @@ fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
         // What was there is restored after a cleanup.
         assert!(!world.differences().is_empty());
         world.repair();
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     }
 }
 
+// ids: REG-109811
 #[test]
 fn rules_of_the_other_flavour_are_found_and_removed_alone() {
     for (flavour, other) in [(BOTH[0], BOTH[1]), (BOTH[1], BOTH[0])] {
@@ -306,13 +286,14 @@ fn rules_of_the_other_flavour_are_found_and_removed_alone() {
         world.settle();
         let left = in_use().expect("the other flavour holds rules");
         assert_eq!(left.flavour(), other);
-        assert!(!block_on(cleanup(&left, &crate::world::FAMILIES, Connections::Covered)).unwrap());
+        assert!(!block_on(cleanup(&left, &FAMILIES, Connections::Covered)).unwrap());
         assert!(in_use().is_none());
         assert_eq!(world.differences(), Vec::<String>::new(), "the rules in use are as they were");
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     }
 }
 
+// ids: SYN-8 SYN-10 SYN-19 REG-129128 REG-121362
 #[test]
 fn syn_8_a_failed_write_is_read_back_and_repaired() {
     for flavour in BOTH {
@@ -322,7 +303,7 @@ fn syn_8_a_failed_write_is_read_back_and_repaired() {
         // Somebody flushes and deletes the whole nat table of IPv4.
         lab.node(&format!("iptables-{flavour} -t nat -F; iptables-{flavour} -t nat -X"));
         assert!(!world.differences().is_empty());
-        world.endpoints("web", &[POD_A]);
+        world.endpoints("web", &["a"]);
         let (synced, errors) = world.try_sync();
         assert_eq!(errors.len(), 1, "IPv6 is written all the same");
         assert_eq!(errors[0].failure, SyncFailure::RestoreFailed);
@@ -330,7 +311,7 @@ fn syn_8_a_failed_write_is_read_back_and_repaired() {
         assert_eq!(synced.duration.len(), 1);
         // No change is needed for the repair.
         assert!(world.settle().full);
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
         // Drift that no write meets is found by comparing.
         lab.node(&format!("iptables-{flavour} -t nat -F KUBE-MARK-MASQ; iptables-{flavour} -D FORWARD 1"));
         assert_eq!(world.differences().len(), 2, "{:?}", world.differences());
@@ -338,6 +319,52 @@ fn syn_8_a_failed_write_is_read_back_and_repaired() {
     }
 }
 
+/// A tool in ten fails: half of them do nothing, half do their work before. While the file is there.
+fn unreliable(lab: &Lab, counter: &std::path::Path) -> Options {
+    let script = format!(
+        r#"f={}; test -e $f || exec "$@"; n=$(($(cat $f) + 1)); echo $n > $f
+           case $((n % 20)) in 0) exit 1;; 10) "$@"; exit 1;; *) exec "$@";; esac"#,
+        counter.display()
+    );
+    let mut options = options(lab);
+    let shell = ["sh", "-c", &script, "sh"].map(Into::into);
+    options.wrapper = shell.into_iter().chain(options.wrapper).collect();
+    options
+}
+
+// ids: SYN-8 REG-121362
+#[test]
+fn with_one_tool_in_ten_failing_the_kernel_follows_all_the_same() {
+    for (flavour, backend) in
+        [(Flavour::Nft, IptablesBackend::NFT), (Flavour::Legacy, IptablesBackend::Legacy)]
+    {
+        let Some(lab) = Lab::new() else { return };
+        let counter = std::env::temp_dir().join(format!("pm-t-unreliable-{}-{flavour}", std::process::id()));
+        let tools = block_on(Tools::detect_with(backend, unreliable(&lab, &counter))).unwrap();
+        let mut world = loaded(&lab, flavour);
+        world.dataplane = Dataplane::Iptables(iptables::Dataplane::new(tools, &FAMILIES));
+        std::fs::write(&counter, "0").unwrap();
+        let mut failures = 0;
+        for round in 0..40 {
+            let name = format!("s{}", round % 7);
+            match round % 4 {
+                0 => world.service(&name, json!({"clusterIPs": [format!("172.30.1.{round}"), format!("fd00:ac:1e::1:{round}")], "ports": [{"name": "web", "port": 80}]})),
+                1 => world.endpoints(&name, &["a", "r"]),
+                2 => world.endpoints("web", if round % 8 == 2 { &["a"] } else { &[] }),
+                _ => world.delete_service(&name),
+            }
+            failures += world.try_sync().1.len();
+        }
+        std::fs::remove_file(&counter).unwrap();
+        assert!(failures > 3, "{flavour}: {failures}");
+        world.endpoints("web", &["a", "r"]);
+        world.settle();
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", (address("node", true), 30080)), Answer::From(..)));
+    }
+}
+
+// ids: REG-48107
 #[test]
 fn a_held_lock_and_a_missing_tool_are_told_apart() {
     let Some(lab) = Lab::new() else { return };
@@ -351,7 +378,7 @@ fn a_held_lock_and_a_missing_tool_are_told_apart() {
     };
     let tools = block_on(Tools::detect_with(IptablesBackend::Legacy, with_lock(options(&lab)))).unwrap();
     let mut world = loaded(&lab, Flavour::Legacy);
-    world.dataplane = Dataplane::Iptables(iptables::Dataplane::new(tools, &crate::world::FAMILIES));
+    world.dataplane = Dataplane::Iptables(iptables::Dataplane::new(tools, &FAMILIES));
     let mut config = config();
     config.iptables.lock_timeout_seconds = 1;
     world.configure(config);
@@ -373,6 +400,7 @@ fn a_held_lock_and_a_missing_tool_are_told_apart() {
     assert!(error.to_string().contains("install iptables"), "{error}");
 }
 
+// ids: REG-109811
 #[test]
 fn the_flavour_is_the_one_that_kubelet_uses() {
     for flavour in BOTH {

@@ -1,17 +1,18 @@
-//! Real packets through the real kernel, in namespaces of their own: what the plan says is what happens.
-//! Names carry the ids of the behaviours in the reference's test plan.
+//! Rules and the real kernel: adoption, live changes, drift, failures, cleanup and many Services. What each kind of packet
+//! gets is said by the scenarios, which `kernel_scenarios` plays in every mode.
 
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_push_string)]
+
+#[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../support/mod.rs"]
+mod support;
 
 mod drift;
 mod engine;
 mod health;
 mod lifecycle;
-mod net;
+mod localhost;
 mod nftables;
 mod node;
-mod policies;
 mod scale;
-mod services;
 mod takeover;
-mod world;

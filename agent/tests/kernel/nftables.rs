@@ -9,8 +9,9 @@ use pointsman_agent::nftables::ruleset::Counted;
 use serde_json::json;
 
 use crate::lifecycle::{Traffic, cluster_ip, loaded, spec};
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, POD_B, REMOTE, address};
-use crate::world::{FAMILIES, Way, World, block_on, config, tools};
+use crate::support::lab::{Lab, NODE, address};
+use crate::support::traffic::Answer;
+use crate::support::world::{FAMILIES, Way, World, block_on, config, tools};
 
 #[test]
 fn syn_9_a_restart_writes_only_what_differs_and_clients_stay() {
@@ -23,20 +24,20 @@ fn syn_9_a_restart_writes_only_what_differs_and_clients_stay() {
     let mut world = loaded(&lab, Way::Nftables);
     sticky(&mut world);
     // Removed and added again, so that the order in the kernel is not the sorted one.
-    for pods in [&[POD_A, REMOTE][..], &[REMOTE], &[POD_A, POD_B, REMOTE]] {
+    for pods in [&["a", "r"][..], &["r"], &["a", "b", "r"]] {
         world.endpoints("web", pods);
         world.settle();
     }
-    let answer = lab.tcp(CLIENT, cluster_ip());
+    let answer = lab.tcp("client", cluster_ip());
     drop(world);
     let mut successor = loaded(&lab, Way::Nftables);
     sticky(&mut successor);
-    successor.endpoints("web", &[POD_A, POD_B, REMOTE]);
+    successor.endpoints("web", &["a", "b", "r"]);
     let synced = successor.settle();
     assert!(synced.full);
     assert_eq!(synced.written.values().sum::<usize>(), 0);
     for _ in 0..20 {
-        assert_eq!(lab.tcp(CLIENT, cluster_ip()), answer);
+        assert_eq!(lab.tcp("client", cluster_ip()), answer);
     }
 }
 
@@ -47,14 +48,14 @@ fn syn_8_a_failed_write_is_read_back_and_repaired() {
     world.settle();
     lab.node("nft delete table ip pointsman");
     assert!(!world.differences().is_empty());
-    world.endpoints("web", &[POD_A]);
+    world.endpoints("web", &["a"]);
     let (synced, errors) = world.try_sync();
     assert_eq!(errors.len(), 1, "IPv6 is written all the same");
     assert_eq!(errors[0].failure, SyncFailure::RestoreFailed);
     assert_eq!(synced.duration.len(), 1);
     // No change is needed for the repair.
     assert!(world.settle().full);
-    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     // Drift that no write meets is found by comparing.
     lab.node("nft flush chain ip pointsman services; nft flush set ip6 pointsman cluster-ips; nft add chain ip pointsman mine");
     assert_eq!(world.differences().len(), 3, "{:?}", world.differences());
@@ -151,23 +152,23 @@ fn counters_count_what_clients_send_to_each_service_port() {
         *counted
     };
     assert_eq!(traffic(&world, false), Counted::default());
-    assert!(matches!(lab.udp(CLIENT, cluster_ip()), Answer::Refused), "another protocol is not counted");
+    assert!(matches!(lab.udp("client", cluster_ip()), Answer::Refused), "another protocol is not counted");
     assert_eq!(traffic(&world, false), Counted::default());
-    assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+    assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
     let first = traffic(&world, false);
     // At least SYN, ACK and FIN, with headers of at least 40 bytes.
     assert!(first.packets >= 3 && first.bytes >= first.packets * 40, "{first:?}");
     // Also at the NodePort, from the node, and after the endpoints have changed.
-    world.endpoints("web", &[POD_B]);
+    world.endpoints("web", &["b"]);
     world.settle();
-    for (from, to) in [(CLIENT, (address(NODE, false), 30080).into()), (NODE, cluster_ip())] {
+    for (from, to) in [("client", (address(NODE, false), 30080).into()), (NODE, cluster_ip())] {
         let before = traffic(&world, false);
         assert!(matches!(lab.tcp(from, to), Answer::From(..)));
         let after = traffic(&world, false);
         assert!(after.packets >= before.packets + 3, "{from}: {before:?} {after:?}");
     }
     assert_eq!(traffic(&world, true), Counted::default());
-    assert!(matches!(lab.tcp(CLIENT, (address(NODE, true), 30080)), Answer::From(..)));
+    assert!(matches!(lab.tcp("client", (address(NODE, true), 30080)), Answer::From(..)));
     assert!(traffic(&world, true).packets >= 3);
     world.configure(config());
     world.settle();

@@ -12,9 +12,10 @@ use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::NodePortAddress;
 
-use crate::lifecycle::{BOTH, Stream, echo, loaded};
-use crate::net::{Answer, CLIENT, Lab, NODE, POD_A, address};
-use crate::world::{World, config};
+use crate::lifecycle::{BOTH, loaded};
+use crate::support::lab::{Lab, address};
+use crate::support::traffic::Answer;
+use crate::support::world::{World, config};
 
 #[test]
 fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
@@ -25,17 +26,17 @@ fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
                 "dns",
                 serde_json::json!({
                     "type": "NodePort",
-                    "clusterIPs": ["10.96.0.10", "fd00:10:96::a"],
+                    "clusterIPs": ["172.30.0.10", "fd00:ac:1e::a"],
                     "ports": [{"name": "dns", "protocol": "UDP", "port": 53, "nodePort": 30053}],
                 }),
             );
-            world.endpoints("dns", &[POD_A]);
+            world.endpoints("dns", &["a"]);
         };
         let mut world = loaded(&lab, flavour);
         with_dns(&mut world);
         world.settle();
-        let node_port = SocketAddr::from((address(NODE, false), 30053));
-        let client = lab.run(CLIENT, move || {
+        let node_port = SocketAddr::from((address("node", false), 30053));
+        let client = lab.run("client", move || {
             let client = UdpSocket::bind("0.0.0.0:0").unwrap();
             client.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
             client.connect(node_port).unwrap();
@@ -54,7 +55,7 @@ fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
         let served = successor.settle().served;
         assert_eq!(served.len(), 4, "ClusterIP and node port, in both families: {served:?}");
         assert!(ask(), "the kernel goes on translating it");
-        let deleted = lab.run(NODE, move || {
+        let deleted = lab.run("node", move || {
             let mut reconciler = Reconciler::new(IpFamily::IPv4);
             for (_, target) in served.into_iter().filter(|(family, _)| *family == IpFamily::IPv4) {
                 reconciler.remove(target);
@@ -66,13 +67,14 @@ fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
     }
 }
 
+// ids: NP-4 NP-5
 #[test]
 fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };
         let mut world = loaded(&lab, flavour);
         world.settle();
-        let localhost = (crate::net::ip("127.0.0.1"), 30080);
+        let localhost = (crate::support::lab::ip("127.0.0.1"), 30080);
         let sysctls = Arc::new(Mutex::new(Sysctls::new(Path::new("/proc/sys"))));
         // As the sync loop does, after each write that succeeded.
         let adjust = |world: &World| {
@@ -88,7 +90,7 @@ fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
             };
             let sysctls = Arc::clone(&sysctls);
             let settings = Settings { conntrack: nothing, route_localnet };
-            lab.run(NODE, move || {
+            lab.run("node", move || {
                 assert_eq!(sysctls.lock().unwrap().reconcile(&settings, 2).failed, []);
                 std::fs::read_to_string("/proc/sys/net/ipv4/conf/all/route_localnet").unwrap()
             })
@@ -99,7 +101,7 @@ fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
         world.configure(on);
         world.settle();
         assert_eq!(adjust(&world), "1\n");
-        assert!(matches!(lab.tcp(NODE, localhost), Answer::From(..)));
+        assert!(matches!(lab.tcp("node", localhost), Answer::From(..)));
         for (done, expected) in [
             (format!("iptables-{flavour} -F KUBE-FIREWALL"), "missing: ! -s 127.0.0.0/8"),
             (
@@ -125,8 +127,8 @@ fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
         world.configure(config);
         world.settle();
         assert_eq!(adjust(&world), "0\n");
-        assert_eq!(lab.tcp(NODE, localhost), Answer::Refused);
-        assert!(matches!(lab.tcp(CLIENT, (address(NODE, false), 30080)), Answer::From(..)));
+        assert_eq!(lab.tcp("node", localhost), Answer::Refused);
+        assert!(matches!(lab.tcp("client", (address("node", false), 30080)), Answer::From(..)));
     }
 }
 
@@ -143,9 +145,9 @@ fn hc_6_health_check_ports_pass_a_closed_firewall_while_their_service_is_there()
             ));
             lab.node(&format!("{tool}-{flavour} -A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT"));
         }
-        lab.serve(NODE, 30500);
-        lab.serve(NODE, 30501);
-        let asked = |lab: &Lab, port| [false, true].map(|v6| lab.tcp(CLIENT, (address(NODE, v6), port)));
+        lab.serve_at("node", 30500);
+        lab.serve_at("node", 30501);
+        let asked = |lab: &Lab, port| [false, true].map(|v6| lab.tcp("client", (address("node", v6), port)));
         let closed = [Answer::Nothing, Answer::Nothing];
         assert_eq!(asked(&lab, 30500), closed);
         world.service(
@@ -154,7 +156,7 @@ fn hc_6_health_check_ports_pass_a_closed_firewall_while_their_service_is_there()
                 "type": "LoadBalancer",
                 "externalTrafficPolicy": "Local",
                 "healthCheckNodePort": 30500,
-                "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+                "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
                 "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
                 "status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}},
             }),
@@ -163,7 +165,7 @@ fn hc_6_health_check_ports_pass_a_closed_firewall_while_their_service_is_there()
         let open = |answers: &[Answer; 2]| answers.iter().all(|answer| matches!(answer, Answer::From(..)));
         assert!(open(&asked(&lab, 30500)), "without endpoints, too");
         assert_eq!(asked(&lab, 30501), closed);
-        world.endpoints("web", &[POD_A]);
+        world.endpoints("web", &["a"]);
         world.settle();
         assert!(open(&asked(&lab, 30500)));
         world.delete_service("web");
@@ -172,16 +174,16 @@ fn hc_6_health_check_ports_pass_a_closed_firewall_while_their_service_is_there()
     }
 }
 
+// ids: SR-2 CT-13
 #[test]
 fn sr_the_firewall_drops_new_connections_everywhere_and_leaves_established_ones() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };
-        echo(&lab, 8081);
         let mut world = World::new(&lab, flavour);
         let spec = |ranges: &[&str]| {
             serde_json::json!({
                 "type": "LoadBalancer",
-                "clusterIPs": ["10.96.0.80", "fd00:10:96::50"],
+                "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
                 "loadBalancerSourceRanges": ranges,
                 "ports": [
                     {"name": "web", "protocol": "TCP", "port": 80},
@@ -190,25 +192,25 @@ fn sr_the_firewall_drops_new_connections_everywhere_and_leaves_established_ones(
                 "status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}},
             })
         };
-        world.service("web", spec(&["192.168.77.0/24"]));
-        world.endpoints_at("web", &[POD_A], 8081);
+        world.service("web", spec(&["203.0.113.0/25"]));
+        world.endpoints("web", &["a"]);
         world.settle();
-        let vip = crate::net::ip("198.51.100.1");
-        let mut stream = Stream::open(&lab, (vip, 80).into());
+        let vip = crate::support::lab::ip("198.51.100.1");
+        let mut stream = lab.stream("client", (vip, 80));
         assert!(stream.answers());
-        world.service("web", spec(&["203.0.113.0/24"]));
+        world.service("web", spec(&["198.51.100.0/24"]));
         world.settle();
         assert!(stream.answers(), "it was let in");
         let dropped = |from: &str| lab.udp(from, (vip, 53)) == Answer::Nothing;
-        assert!(dropped(CLIENT), "in FORWARD");
-        let own = lab.run(NODE, move || {
+        assert!(dropped("client"), "in FORWARD");
+        let own = lab.run("node", move || {
             let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
             socket.send_to(b"?", (vip, 53)).map_err(|error| error.kind())
         });
         assert_eq!(own, Err(ErrorKind::PermissionDenied), "in OUTPUT");
         // A load balancer that puts its address onto the node.
         lab.node("ip addr add 198.51.100.1/32 dev lo");
-        assert!(dropped(CLIENT), "in INPUT");
+        assert!(dropped("client"), "in INPUT");
         let firewall = lab.node(&format!("iptables-{flavour} -S KUBE-PROXY-FIREWALL"));
         assert_eq!(firewall.matches("-j DROP").count(), 2, "one a port: {firewall}");
         world.delete_service("web");

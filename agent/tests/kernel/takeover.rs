@@ -1,16 +1,13 @@
 //! What kube-proxy's modes nftables and ipvs have left: gone once our rules are in, and nothing else is.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
-use std::time::Duration;
-
 use pointsman_agent::iptables::{Flavour, Tools};
 use pointsman_agent::takeover::{self, Left};
 use pointsman_crds::settings::IptablesBackend;
 
 use crate::lifecycle::{BOTH, cluster_ip, loaded};
-use crate::net::{Answer, CLIENT, Lab, NODE, shell};
-use crate::world::block_on;
+use crate::support::lab::{Lab, shell};
+use crate::support::traffic::Answer;
+use crate::support::world::block_on;
 
 /// Takes over in the node's namespace, as the agent does.
 fn take_over(lab: &Lab, flavour: Flavour) -> Left {
@@ -18,7 +15,7 @@ fn take_over(lab: &Lab, flavour: Flavour) -> Left {
         Flavour::Nft => IptablesBackend::NFT,
         Flavour::Legacy => IptablesBackend::Legacy,
     };
-    lab.run(NODE, move || {
+    lab.run("node", move || {
         block_on(async {
             let tools = Tools::detect(backend).await.unwrap();
             takeover::remove(Some(&tools)).await.unwrap()
@@ -35,7 +32,7 @@ fn as_nftables_mode(lab: &Lab) {
            chain nat-prerouting { type nat hook prerouting priority -100; ip daddr . meta l4proto . th dport vmap @service-ips; }
            chain service-A { meta l4proto tcp dnat to 10.244.9.9:80; }
          }
-         add element ip kube-proxy service-ips { 10.96.0.80 . tcp . 80 : goto service-A }
+         add element ip kube-proxy service-ips { 172.30.0.80 . tcp . 80 : goto service-A }
          table ip6 kube-proxy { chain services { }; }
          table ip mine { chain kube-proxy { }; }
          table inet kube-proxy { chain other { }; }
@@ -48,11 +45,11 @@ fn syn_17_tables_of_mode_nftables_are_removed_and_no_others() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };
         as_nftables_mode(&lab);
-        assert_eq!(lab.tcp(CLIENT, cluster_ip()), Answer::Nothing, "it leads nowhere");
+        assert_eq!(lab.tcp("client", cluster_ip()), Answer::Refused, "it leads nowhere");
         let mut world = loaded(&lab, flavour);
         world.settle();
         assert_eq!(take_over(&lab, flavour), Left::Nothing);
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
         let tables = lab.node("nft list tables");
         assert!(!tables.contains("ip kube-proxy") && !tables.contains("ip6 kube-proxy"), "{tables}");
         assert!(tables.contains("ip mine") && tables.contains("inet kube-proxy"), "{tables}");
@@ -66,7 +63,7 @@ fn syn_17_tables_of_mode_nftables_are_removed_and_no_others() {
 /// the right one.
 fn as_ipvs_mode(lab: &Lab, flavour: Flavour) {
     lab.node(
-        "ip link add kube-ipvs0 type veth peer name other0; ip addr add 10.96.0.80/32 dev kube-ipvs0; ip addr add fd00:10:96::50/128 dev kube-ipvs0
+        "ip link add kube-ipvs0 type veth peer name other0; ip addr add 172.30.0.80/32 dev kube-ipvs0; ip addr add fd00:ac:1e::50/128 dev kube-ipvs0
          ip link add kube-ipvs1 type veth peer name other1
          ipset create OTHER hash:ip; ipset create KUBE-DST-VBH27M7NWLDOZIE6 hash:ip",
     );
@@ -113,16 +110,10 @@ fn syn_17_device_chains_and_sets_of_mode_ipvs_are_removed_and_no_others() {
         let mut world = loaded(&lab, flavour);
         world.settle();
         // New connections are ours although the addresses are still local.
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
-        let mut held = lab.run(CLIENT, || {
-            let stream = TcpStream::connect((crate::net::ip("10.96.0.80"), 80)).unwrap();
-            stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-            stream
-        });
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
+        let mut held = lab.stream("client", cluster_ip());
         assert_eq!(take_over(&lab, flavour), Left::Nothing);
-        let mut text = String::new();
-        let _ = held.write(b"?");
-        held.read_to_string(&mut text).unwrap();
+        assert!(held.answers());
         let links = lab.node("ip -o link");
         assert!(!links.contains("kube-ipvs0@") && links.contains("kube-ipvs1@"), "{links}");
         let sets = lab.node("ipset list -name");
@@ -132,14 +123,14 @@ fn syn_17_device_chains_and_sets_of_mode_ipvs_are_removed_and_no_others() {
         assert_eq!(sets.matches("KUBE-").count(), 1, "{sets}");
         let saved = shell(&format!(
             "nsenter --net=/run/netns/{} sh -c 'iptables-{flavour}-save; ip6tables-{flavour}-save'",
-            lab.namespace(NODE)
+            lab.namespace("node")
         ));
         for chain in ["IPVS", "KUBE-NODE-PORT ", "KUBE-LOAD-BALANCER", "KUBE-SOURCE-RANGES"] {
             assert!(!saved.contains(chain), "{chain} in {saved}");
         }
         assert_eq!(saved.matches("-A INPUT -j OTHER").count(), 2);
         assert_eq!(world.differences(), Vec::<String>::new());
-        assert!(matches!(lab.tcp(CLIENT, cluster_ip()), Answer::From(..)));
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
         assert_eq!(take_over(&lab, flavour), Left::Nothing);
     }
 }

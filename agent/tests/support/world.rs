@@ -5,20 +5,20 @@ use std::fmt;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use pointsman_agent::iptables::{Flavour, Options, Tools};
 use pointsman_agent::kernel::{Reach, SyncError, Synced};
-use pointsman_agent::model::{Change, Dirty, Model, NodeFacts, ObjectName};
+use pointsman_agent::model::{Change, Model, NodeFacts, ObjectName};
 use pointsman_agent::plan::{Changes, Plan};
 use pointsman_agent::sync::Dataplane as _;
 use pointsman_agent::sync::node::Dataplane;
 use pointsman_agent::{iptables, nftables};
 use pointsman_crds::NodeProxyConfiguration;
-use pointsman_crds::node_config::NodeDetectLocal;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{IptablesBackend, Mode, ProxySettings};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::net::{self, Lab, NODE, POD_A, POD_B};
+use super::lab::{Lab, NODE};
+use super::scenario::hosts::{self, Host, NODES};
 
 pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
@@ -62,8 +62,7 @@ impl Way {
 
 pub fn config() -> NodeProxyConfiguration {
     let settings = ProxySettings { mode: Some(Mode::Iptables), ..ProxySettings::default() };
-    let config = NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap();
-    NodeProxyConfiguration { detect_local: NodeDetectLocal::NodeCIDR {}, ..config }
+    NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap()
 }
 
 pub struct World {
@@ -92,35 +91,34 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 impl World {
+    /// The usual node.
     pub fn new(lab: &Lab, way: impl Into<Way>) -> Self {
-        Self::with(lab, way, config())
-    }
-
-    pub fn with(lab: &Lab, way: impl Into<Way>, config: NodeProxyConfiguration) -> Self {
-        let mut world = Self {
-            model: Model::new(),
-            plan: Plan::new(config, &FAMILIES),
-            dataplane: way.into().open(lab),
-            pending: Changes::default(),
-            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap(),
-        };
+        let mut world = Self::over(way.into().open(lab));
+        let own = FAMILIES.into_iter().flat_map(hosts::node_addresses);
         world.apply(Change::Node(NodeFacts {
-            name: "node".into(),
-            addresses: vec![net::address(NODE, false), net::address(NODE, true)],
-            pod_cidrs: vec!["10.244.0.0/24".parse().unwrap(), "fd00:244::/64".parse().unwrap()],
+            name: NODES[0].into(),
+            addresses: FAMILIES.iter().map(|family| hosts::node_addresses(*family)[0]).collect(),
+            pod_cidrs: hosts::both(hosts::POD_CIDRS[0]).to_vec(),
             zone: None,
         }));
-        world.apply(Change::ServiceCidrs(vec![
-            "10.96.0.0/12".parse().unwrap(),
-            "fd00:10:96::/108".parse().unwrap(),
-        ]));
-        world.apply(Change::LocalAddresses(vec![net::address(NODE, false), net::address(NODE, true)]));
+        world.apply(Change::ServiceCidrs(hosts::both(hosts::SERVICE_CIDR).to_vec()));
+        world.apply(Change::LocalAddresses(own.collect()));
         world
     }
 
+    /// A node that nothing is known of, with this data plane.
+    pub fn over(dataplane: Dataplane) -> Self {
+        Self {
+            model: Model::new(),
+            plan: Plan::new(config(), &FAMILIES),
+            dataplane,
+            pending: Changes::default(),
+            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap(),
+        }
+    }
+
     pub fn apply(&mut self, change: Change) {
-        let dirty: Dirty = self.model.apply(change);
-        assert_eq!(dirty.skipped, [], "nothing in these tests is malformed");
+        let dirty = self.model.apply(change);
         let changes = self.plan.update(&self.model, dirty);
         self.pending.merge(changes);
     }
@@ -141,12 +139,8 @@ impl World {
 
     /// Endpoints of a Service, in both families.
     pub fn endpoints(&mut self, service: &str, pods: &[&str]) {
-        self.endpoints_at(service, pods, 8080);
-    }
-
-    pub fn endpoints_at(&mut self, service: &str, pods: &[&str], port: u16) {
-        for v6 in [false, true] {
-            self.apply(Change::SliceApplied(Box::new(slice(service, v6, pods, port))));
+        for family in FAMILIES {
+            self.apply(Change::SliceApplied(Box::new(slice(service, family, pods))));
         }
     }
 
@@ -182,15 +176,15 @@ pub fn service(name: &str, spec: &Value) -> k8s_openapi::api::core::v1::Service 
 }
 
 /// A slice of a Service in one family.
-pub fn slice(service: &str, v6: bool, pods: &[&str], port: u16) -> EndpointSlice {
-    let family = if v6 { "IPv6" } else { "IPv4" };
+pub fn slice(service: &str, family: IpFamily, pods: &[&str]) -> EndpointSlice {
     let endpoints: Vec<Value> = pods
         .iter()
         .map(|pod| {
-            let node = if [POD_A, POD_B].contains(pod) { "node" } else { "other" };
-            json!({"addresses": [net::address(pod, v6)], "nodeName": node})
+            let host = Host::named(pod).unwrap();
+            json!({"addresses": [host.address(family)], "nodeName": host.node.map(|node| NODES[node])})
         })
         .collect();
+    let family = format!("{family:?}");
     let slice = json!({
         "metadata": {
             "namespace": "ns",
@@ -199,8 +193,8 @@ pub fn slice(service: &str, v6: bool, pods: &[&str], port: u16) -> EndpointSlice
         },
         "addressType": family,
         "ports": [
-            {"name": "web", "protocol": "TCP", "port": port},
-            {"name": "dns", "protocol": "UDP", "port": port},
+            {"name": "web", "protocol": "TCP", "port": 8080},
+            {"name": "dns", "protocol": "UDP", "port": 8080},
         ],
         "endpoints": endpoints,
     });

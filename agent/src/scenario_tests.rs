@@ -1,0 +1,152 @@
+//! Every scenario, without a kernel: the plan says what the scenario expects, and so do the rules made of it.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+
+use ipnet::Ipv4Net;
+use pointsman_crds::settings::Mode;
+
+use crate::iptables::tests::World;
+use crate::plan::{Packet, Verdict};
+use crate::scenario::hosts::{Host, twin, twin_block};
+use crate::scenario::{self, Case, End, Expected, Scenario, Sticky};
+
+/// A verdict in the scenarios' words.
+fn answer(case: &Case, verdict: Verdict) -> Result<Expected, Verdict> {
+    match verdict {
+        Verdict::Forward(hops) => {
+            let mut ends = Vec::new();
+            for hop in &hops {
+                let host =
+                    scenario::hosts::HOSTS.iter().find(|host| host.address(case.family) == hop.address);
+                let Some(Host { name, .. }) = host else { return Err(Verdict::Forward(hops)) };
+                ends.push(End { host: name, port: hop.port, masquerade: hop.masquerade });
+            }
+            ends.sort();
+            Ok(Expected::Reach { ends, sticky: Sticky::No })
+        }
+        Verdict::Undefined | Verdict::Reject => Ok(Expected::Refused),
+        Verdict::Drop => Ok(Expected::Dropped),
+        Verdict::Untouched => Ok(Expected::Untouched),
+    }
+}
+
+/// Which of several ends is chosen is no matter of one packet.
+fn of_one_packet(expected: &Expected) -> Expected {
+    match expected {
+        Expected::Reach { ends, .. } => Expected::Reach { ends: ends.clone(), sticky: Sticky::No },
+        other => other.clone(),
+    }
+}
+
+#[test]
+fn the_plan_and_the_rules_say_what_the_scenarios_expect() {
+    let mut wrong = Vec::new();
+    let mut tried = 0;
+    for path in scenario::files() {
+        let scenario = Scenario::load(&path).unwrap_or_else(|error| panic!("{error}"));
+        for use_sets in [true, false] {
+            let mut world = World::begin(use_sets, scenario.start.clone());
+            for step in &scenario.steps {
+                for change in &step.changes {
+                    world.cluster.apply(change.clone());
+                }
+                world.cluster.set_config(step.config.clone());
+                world.sync();
+                world.check();
+                let local: BTreeSet<_> = world.cluster.model.local_addresses().clone();
+                for case in &step.cases {
+                    tried += 1;
+                    let packet: Packet = case.packet(&local);
+                    let expected = Ok(of_one_packet(case.expected(Mode::Iptables)));
+                    let planned = world.cluster.plan.route(&packet);
+                    let undefined = planned == Verdict::Undefined;
+                    let (walked, promised) = world.route(&packet);
+                    let said = format!("{}: {}: {case}: expected {expected:?}", scenario.name, step.what);
+                    if answer(case, planned.clone()) != expected {
+                        wrong.push(format!("{said}, planned {planned:?}"));
+                    } else if walked != promised
+                        || (answer(case, walked.clone()) != expected && (use_sets || !undefined))
+                    {
+                        wrong.push(format!("{said}, the rules (sets: {use_sets}) say {walked:?}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {tried} packets are wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(tried > 100, "{tried}");
+}
+
+fn error(text: &str) -> String {
+    Scenario::parse("test", text).unwrap_err()
+}
+
+fn with(step: &str) -> String {
+    format!("about: x\nsteps:\n- what: first\n  {step}")
+}
+
+#[test]
+fn mistakes_in_files_are_named() {
+    for (step, says) in [
+        ("expct: []", "expct"),
+        ("expect: [{from: pod, to: \"1.2.3.4:80\", reach: [a]}]", "say `as`"),
+        ("expect: [{from: pod, to: \"1.2.3.4:80\"}]", "either `reach` or `get`"),
+        ("expect: [{from: nobody, to: \"1.2.3.4:80\", get: refused}]", "nobody"),
+        ("expect: [{from: pod, to: \"1.2.3.4\", get: refused}]", "1.2.3.4"),
+        ("expect: [{from: pod, to: \"1.2.3.4:80/icmp\", get: refused}]", "icmp"),
+        ("expect: [{from: pod, to: \"1.2.3.4:80\", reach: [x], as: raw}]", "x is nobody"),
+        ("apply: [{service: web, spec: {clusterIP: [1.2.3.4]}}]", "clusterIP"),
+        ("apply: [{service: web, spec: {clusterIPz: [1.2.3.4]}}]", "clusterIPz"),
+        ("apply: [{endpoints: web, to: [a sleepy]}]", "sleepy"),
+        ("apply: [{endpoints: web, to: [z]}]", "z is nobody"),
+        ("expect: [{from: pod, to: \"1.2.3.4:80\", reach: [a], as: raw, forgetAfterSeconds: 2}]", "sticky"),
+        ("apply: [{servce: web}]", "servce"),
+        ("patch: [{service: web, spec: {}}]", "web was not applied"),
+        ("delete: [web]", "web"),
+        ("config: {masquerade: {al: true}}", "al"),
+        ("ids: [cip]", "cip"),
+    ] {
+        let said = error(&with(step));
+        assert!(said.contains(says), "{step}: {said}");
+    }
+    assert!(error(&with("node: {zone: a}\n- what: first")).contains("twice"));
+}
+
+#[test]
+fn an_ipv4_object_has_an_ipv6_twin_unless_it_names_a_family() {
+    let objects = |text: &str| {
+        let scenario = Scenario::parse("test", &with(text)).unwrap();
+        format!("{:?}", scenario.steps[0].changes)
+    };
+    let said = objects(
+        "apply: [{service: web, spec: {clusterIPs: [172.30.0.1], ports: [{port: 80}]}}, {endpoints: web, to: [a]}]",
+    );
+    assert!(said.contains("fd00:ac:1e::1") && said.contains("fd00:a:b4::1"), "{said}");
+    let said = objects(
+        "apply: [{service: web, spec: {ipFamilies: [IPv4], clusterIPs: [172.30.0.1], ports: [{port: 80}]}}]",
+    );
+    assert!(!said.contains("fd00"), "{said}");
+}
+
+#[test]
+fn a_twin_of_a_block_holds_the_twins_of_its_addresses_and_no_others() {
+    let addresses = ["203.0.113.2", "203.0.113.130", "203.0.112.2", "10.1.2.3", "172.30.0.1", "172.31.0.1"];
+    let blocks = [
+        "203.0.113.0/25",
+        "203.0.113.0/24",
+        "203.0.112.0/23",
+        "172.16.0.0/12",
+        "10.0.0.0/8",
+        "0.0.0.0/0",
+        "203.0.113.2/32",
+    ];
+    for block in blocks {
+        let block: Ipv4Net = block.parse().unwrap();
+        for address in addresses {
+            let address: Ipv4Addr = address.parse().unwrap();
+            let inside = twin_block(block).contains(&twin(address));
+            assert_eq!(inside, block.contains(&address), "{block} {address}");
+        }
+    }
+}
