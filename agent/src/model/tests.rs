@@ -32,6 +32,7 @@ fn lb_4_addresses_are_canonical() {
     }
 }
 
+// ids: TRK-1
 #[test]
 fn trk_services_without_a_virtual_address_are_forgotten() {
     let mut model = Model::new();
@@ -52,6 +53,7 @@ fn trk_services_without_a_virtual_address_are_forgotten() {
     }
 }
 
+// ids: TRK-1 TRK-8
 #[test]
 fn trk_what_makes_no_sense_is_skipped_and_the_rest_served() {
     let mut model = Model::new();
@@ -113,6 +115,7 @@ fn trk_what_makes_no_sense_is_skipped_and_the_rest_served() {
     assert_eq!(model.slices(&name).count(), 1);
 }
 
+// ids: CIP-17 TRK-8
 #[test]
 fn cip_17_a_slice_that_becomes_headless_or_changes_hands_is_followed() {
     let mut model = Model::new();
@@ -132,6 +135,30 @@ fn cip_17_a_slice_that_becomes_headless_or_changes_hands_is_followed() {
     assert!(model.apply(Change::SliceDeleted(ObjectName::new("ns", "unknown"))).is_empty());
 }
 
+// ids: TRK-9
+#[test]
+fn the_health_check_port_goes_with_type_and_policy() {
+    let mut model = Model::new();
+    let name = ObjectName::new("ns", "s");
+    for (kind, policy, expected) in [
+        ("ClusterIP", "", None),
+        ("LoadBalancer", "Local", Some(31_000)),
+        ("LoadBalancer", "Cluster", None),
+        ("LoadBalancer", "Local", Some(31_000)),
+        ("NodePort", "Local", None),
+        ("ClusterIP", "", None),
+    ] {
+        let spec = json!({
+            "type": kind, "externalTrafficPolicy": policy, "healthCheckNodePort": 31_000,
+            "clusterIPs": ["10.96.0.1"], "ports": [{"port": 80}],
+        });
+        assert!(!model.apply(service("s", spec.clone())).is_empty());
+        assert!(model.apply(service("s", spec)).is_empty(), "the same again");
+        assert_eq!(model.service(&name).unwrap().health_check_node_port, expected, "{kind} {policy}");
+    }
+}
+
+// ids: TRK-3
 #[test]
 fn trk_nothing_is_left_after_everything_is_gone() {
     let mut model = Model::new();
@@ -157,6 +184,7 @@ fn an_endpoint_is_small() {
     assert!(std::mem::size_of::<Endpoint>() <= 48, "100,000 endpoints need less than 5 MiB");
 }
 
+// ids: NM-3 NM-5 TOP-5 CFG-6
 #[test]
 fn nm_a_heartbeat_of_the_node_changes_nothing() {
     let node = |beat: &str, zone: &str| {

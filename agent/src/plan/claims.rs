@@ -85,6 +85,12 @@ impl Claims {
         touched
     }
 
+    /// Whether nobody claims anything.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.by_frontend.is_empty() && self.by_service.is_empty()
+    }
+
     /// What a Service names and another Service has, for people.
     pub(super) fn lost(&self, name: &ObjectName) -> Vec<String> {
         let mut lost = BTreeSet::new();

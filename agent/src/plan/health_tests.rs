@@ -148,6 +148,7 @@ fn hc_2_three_services_change_at_once_and_only_those_that_changed_are_told() {
     assert_eq!(world.count("d"), 0);
 }
 
+// ids: TRM-14 TRK-10
 #[test]
 fn trm_14_endpoints_that_end_count_for_nothing_though_they_serve_and_addresses_count_once() {
     for (endpoints, expected) in [

@@ -103,3 +103,6 @@ fn targets(id: &PortId, port: &PortPlan) -> Vec<Target> {
         .chain(port.node_port.map(|number| NodePort::new(number, protocol).into()))
         .collect()
 }
+
+#[cfg(test)]
+mod tests;
