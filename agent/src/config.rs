@@ -175,6 +175,7 @@ pub(crate) mod tests {
         assert_eq!((candidate.config, candidate.hash), (sample(), config_hash(&content)));
     }
 
+    // ids: CFG-2 CFG-18
     #[test]
     fn bad_input_is_refused_with_its_reason() {
         let good = sample().render().unwrap();

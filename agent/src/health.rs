@@ -160,6 +160,7 @@ mod tests {
         assert!(healthy(&written));
     }
 
+    // ids: REG-105742
     #[tokio::test(start_paused = true)]
     async fn a_sync_loop_that_hangs_is_not_healthy_though_nothing_is_queued() {
         let idle = state(&[(IpFamily::IPv4, FamilyState::default())]);

@@ -195,6 +195,7 @@ async fn another_proxy_name_is_another_watch_that_takes_away_the_old_services() 
     assert!(told.contains(&"+b".to_owned()) && told.contains(&"-a".to_owned()), "{told:?}");
 }
 
+// ids: NM-1
 #[tokio::test(start_paused = true)]
 async fn hz_2_the_own_node_counts_when_it_is_there_and_is_to_stay() {
     let mut rig = rig();

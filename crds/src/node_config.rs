@@ -528,6 +528,7 @@ mod tests {
         NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap()
     }
 
+    // ids: CFG-15
     #[test]
     fn a_rendered_configuration_reads_back_as_itself() {
         let content = base().render().unwrap();
@@ -536,11 +537,13 @@ mod tests {
         assert_eq!(parsed.render().unwrap(), content, "rendering is canonical");
     }
 
+    // ids: CFG-11
     #[test]
     fn the_text_that_people_read_is_pinned() {
         insta::assert_snapshot!(base().render().unwrap());
     }
 
+    // ids: CFG-2
     #[test]
     fn every_truncation_is_refused() {
         let content = base().render().unwrap();
@@ -554,6 +557,7 @@ mod tests {
         }
     }
 
+    // ids: CFG-1
     #[test]
     fn an_unknown_field_at_any_depth_is_refused_by_name() {
         let content = base().render().unwrap();
@@ -571,6 +575,7 @@ mod tests {
         }
     }
 
+    // ids: CFG-2
     #[test]
     fn another_version_or_kind_is_named() {
         for (old, new) in [("v1alpha1", "v9"), (KIND, "Other")] {
@@ -590,6 +595,7 @@ mod tests {
         assert!(matches!(error, NodeConfigError::HashMismatch { .. }));
     }
 
+    // ids: CFG-12
     #[test]
     fn every_fault_is_named_at_once() {
         let mut config = base();

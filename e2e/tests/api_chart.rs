@@ -129,6 +129,7 @@ async fn api_servers(cluster: &Cluster) -> Option<String> {
     variable["value"].as_str().map(str::to_owned)
 }
 
+// ids: CFG-8
 #[tokio::test]
 async fn addresses_are_detected_and_dangers_named() {
     let cluster = Cluster::start().await;

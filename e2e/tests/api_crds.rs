@@ -79,6 +79,7 @@ async fn rules_of_proxyconfiguration() {
     check_all(&api, RULES).await;
 }
 
+// ids: CFG-12
 #[tokio::test]
 async fn bounds_of_proxyconfiguration() {
     let (_, api) = server().await;
@@ -106,6 +107,7 @@ async fn rules_and_bounds_of_proxynodestatus() {
 }
 
 /// Whoever adds a rule adds its case.
+// ids: CFG-12 CFG-18
 #[test]
 fn every_rule_has_a_refused_case() {
     fn messages(schema: &Value, found: &mut Vec<String>) {

@@ -29,6 +29,7 @@ async fn merge(stage: &Stage, config_map: &str, change: &Value) {
     stage.config_maps.patch(config_map, &PatchParams::default(), &patch).await.unwrap();
 }
 
+// ids: CFG-16
 #[tokio::test]
 async fn layers_reach_the_nodes_and_their_reports_reach_the_layers() {
     let stage = Stage::enter().await;

@@ -105,6 +105,7 @@ fn trials(runtime: &Arc<Runtime>) -> Vec<Trial> {
     ]
 }
 
+// ids: CIP-11
 async fn services_are_reached_from_everywhere(cluster: &Cluster) -> Result<()> {
     let checks = Workload::create(cluster, NAMESPACE).await?.check_all().await?;
     ensure!(checks > 50, "only {checks} checks");
@@ -116,6 +117,7 @@ async fn apply_settings(cluster: &Cluster, proxy: serde_json::Value) -> Result<(
     cluster.kubectl(&["patch", "pxc", "default", "--type=merge", "-p", &patch]).await.map(drop)
 }
 
+// ids: CFG-17
 async fn a_live_change_of_the_masquerade_bit_loses_nothing(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
     let agent = agent_pod(cluster, NODE).await?;
@@ -146,6 +148,7 @@ async fn restarts_of(cluster: &Cluster, pod: &str) -> Result<String> {
     cluster.kubectl(&["get", "pod", "-n", SYSTEM_NAMESPACE, pod, path]).await
 }
 
+// ids: CFG-16
 async fn a_layer_reaches_only_its_nodes(cluster: &Cluster) -> Result<()> {
     let before = node_state(cluster, "node1").await?;
     let layer = |name: &str, bit: u8| {
@@ -286,6 +289,7 @@ async fn unwritable_rules_make_a_node_not_ready(cluster: &Cluster) -> Result<()>
     traffic.finish().await
 }
 
+// ids: REG-48107 REG-105742
 async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result<()> {
     let layer = json!({
         "apiVersion": "pointsman.dev/v1alpha1", "kind": "ProxyConfiguration", "metadata": {"name": "legacy"},
@@ -335,6 +339,7 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     .await
 }
 
+// ids: SYN-15 REG-75360
 async fn a_killed_agent_loses_nothing(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
     let traffic = Traffic::start(cluster, &web, NODE).await?;
@@ -425,6 +430,7 @@ async fn a_killed_containerd_loses_nothing(cluster: &Cluster) -> Result<()> {
     survive(cluster, &Component::Containerd(NODE.to_owned())).await
 }
 
+// ids: SYN-15
 async fn a_killed_api_server_loses_nothing(cluster: &Cluster) -> Result<()> {
     survive(cluster, &Component::ApiServer).await
 }

@@ -36,6 +36,7 @@ fn hc_2_only_ports_that_differ_are_closed_and_opened() {
     assert_eq!(steps(&BTreeSet::new(), Some(&check(&[a], 0, 0))), (vec![], vec![a]));
 }
 
+// ids: HC-3 HC-5
 #[test]
 fn hc_3_and_5_the_answer_is_kube_proxys_and_each_family_has_its_own() {
     let checks = Checks::default();

@@ -92,6 +92,7 @@ async fn eventually<T, F: Future<Output = Option<T>>>(mut ask: impl FnMut() -> F
     panic!("it never came");
 }
 
+// ids: HZ-2 HZ-3 HZ-4
 #[tokio::test]
 async fn hz_2_3_4_healthz_speaks_of_the_node_and_livez_does_not() {
     let rig = rig();
@@ -139,6 +140,7 @@ async fn readyz_says_why_not() {
     assert_eq!(rig.view.readyz().status(), 200);
 }
 
+// ids: HZ-5 CFG-14
 #[tokio::test]
 async fn hz_5_the_metrics_port_has_every_page_of_kube_proxys() {
     let mut rig = rig();

@@ -379,6 +379,7 @@ mod tests {
         );
     }
 
+    // ids: CFG-6 CFG-9 REG-133694
     #[test]
     fn families_follow_policy_kernel_and_node() {
         use IpFamilyPolicy::{PreferDualStack, RequireDualStack, SingleStack};

@@ -60,6 +60,7 @@ async fn syn_13_the_pause_counts_from_the_end_of_a_write_and_bursts_are_one_writ
     assert!(writes[1].at - start < Duration::from_millis(4100));
 }
 
+// ids: SYN-6
 #[tokio::test(start_paused = true)]
 async fn without_changes_nothing_is_written() {
     let rig = rig();
@@ -151,6 +152,7 @@ async fn a_kernel_that_cannot_be_written_shows_without_any_change() {
     assert!(rig.now().verified);
 }
 
+// ids: CFG-17
 #[tokio::test(start_paused = true)]
 async fn a_new_configuration_is_active_only_when_it_was_read_back() {
     let rig = rig();
@@ -176,6 +178,7 @@ async fn a_new_configuration_is_active_only_when_it_was_read_back() {
     assert_eq!(rig.script.lock().unwrap().opened, 1, "live, without opening the node again");
 }
 
+// ids: CFG-18
 #[tokio::test(start_paused = true)]
 async fn a_refused_configuration_leaves_the_one_in_force_working() {
     let rig = rig();
@@ -358,6 +361,7 @@ async fn what_a_killed_agent_left_elsewhere_is_removed_before_the_node_is_ready(
     assert!(rig.now().config.active.is_some() && rig.now().verified);
 }
 
+// ids: CT-6 REG-141371 REG-126130
 #[tokio::test(start_paused = true)]
 async fn ct_6_flows_of_a_deleted_udp_service_are_ended_after_its_rules_and_tried_again() {
     let rig = rig();
@@ -383,6 +387,7 @@ async fn ct_6_flows_of_a_deleted_udp_service_are_ended_after_its_rules_and_tried
     assert_eq!(rig.script.lock().unwrap().flows, [0, 1, 1], "what failed is due again, and once only");
 }
 
+// ids: SYN-3
 #[tokio::test(start_paused = true)]
 async fn a_deleted_service_is_taken_out_and_counted() {
     let rig = rig();
@@ -423,6 +428,7 @@ async fn ct_10_settings_follow_the_configuration_live_and_keep_nobody_from_servi
     assert_eq!((script.settings.len(), script.opened), (3, 1));
 }
 
+// ids: CT-6 CT-12
 #[tokio::test(start_paused = true)]
 async fn ct_6_ct_12_flows_of_a_service_that_went_while_no_agent_ran_are_ended_and_no_others() {
     let dns = |name: &str| {

@@ -13,6 +13,7 @@ fn disagreements(layers: &[Layer]) -> Vec<String> {
     found.iter().map(|found| format!("{}: {}", found.field_path, found.layers.join(" "))).collect()
 }
 
+// ids: CFG-16
 #[test]
 fn fields_are_merged_by_priority() {
     let cases = [

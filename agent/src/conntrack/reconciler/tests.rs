@@ -37,6 +37,7 @@ fn nothing_is_due_without_frontends() {
     assert_eq!(reconciler().begin(), None);
 }
 
+// ids: CT-8 REG-48370
 #[test]
 fn ct_8_a_new_frontend_or_a_first_endpoint_makes_a_run_due() {
     let mut reconciler = settled();
@@ -56,6 +57,7 @@ fn more_endpoints_and_repetitions_cost_nothing() {
     assert!(reconciler.serving().frontends[&frontend(1)].contains(&([10, 244, 0, 3], 53).into()));
 }
 
+// ids: REG-126130
 #[test]
 fn an_endpoint_that_left_makes_a_run_due_until_one_succeeds() {
     let mut reconciler = settled();
@@ -180,6 +182,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     /// Whatever happens: a frontend that existed and does not is remembered until a run has seen it, and once runs succeed
     /// nothing is left over.
+    // ids: TRK-3
     #[test]
     fn nothing_is_forgotten_and_nothing_leaks(steps in proptest::collection::vec(step(), 0..40)) {
         let mut reconciler = reconciler();

@@ -15,6 +15,7 @@ fn with_bit(bit: u8) -> Candidate {
     candidate("default", config)
 }
 
+// ids: CFG-18
 #[tokio::test(start_paused = true)]
 async fn a_configuration_that_the_kernel_does_not_take_gives_way_to_the_last_known_good_one() {
     let rig = begin().await;
