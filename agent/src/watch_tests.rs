@@ -195,7 +195,7 @@ async fn another_proxy_name_is_another_watch_that_takes_away_the_old_services() 
     assert!(told.contains(&"+b".to_owned()) && told.contains(&"-a".to_owned()), "{told:?}");
 }
 
-// ids: NM-1
+// ids: HZ-2 NM-1 NM-6
 #[tokio::test(start_paused = true)]
 async fn hz_2_the_own_node_counts_when_it_is_there_and_is_to_stay() {
     let mut rig = rig();
@@ -217,9 +217,11 @@ async fn hz_2_the_own_node_counts_when_it_is_there_and_is_to_stay() {
     rig.answer(&[node(taint)]).await;
     rig.settle().await;
     assert!(!rig.watching.eligibility.borrow().eligible());
+    rig.told();
     rig.answer(&[deleted]).await;
     rig.settle().await;
     assert!(!rig.watching.eligibility.borrow().exists);
+    assert_eq!(rig.told(), [""; 0], "what is served is served until the node is switched off");
 }
 
 #[tokio::test(start_paused = true)]

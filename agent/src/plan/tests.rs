@@ -127,6 +127,20 @@ fn who_takes_over_an_address_is_planned_at_once() {
     assert_eq!(changes.services().len(), 2);
 }
 
+// ids: NM-2
+#[test]
+fn a_node_without_addresses_serves_what_needs_none() {
+    let mut world = World::new(&spec(), &eps(&[2]));
+    let facts = world.model.node().clone();
+    world.apply(Change::Node(crate::model::NodeFacts { addresses: Vec::new(), ..facts.clone() }));
+    let node = world.plan.node(IpFamily::IPv4).unwrap();
+    assert_eq!((node.primary, node.node_ports.all, node.node_ports.addresses.len()), (None, false, 0));
+    assert_eq!(world.sets().0, [2]);
+    let changes = world.apply(Change::Node(facts));
+    assert_eq!(changes.nodes.len(), 2, "both families follow");
+    assert_eq!(world.plan.node(IpFamily::IPv4).unwrap().node_ports.addresses.len(), 1);
+}
+
 // ids: TRK-5
 #[test]
 fn the_time_of_the_cause_is_reported_once() {

@@ -9,7 +9,7 @@ use pointsman_crds::settings::Mode;
 
 use crate::support::lab::{Lab, NODE, WORLD};
 use crate::support::scenario::{Case, End, Expected, Scenario, Sticky, hosts};
-use crate::support::traffic::{Answer, IMPATIENT, PATIENT, Service, Stream, ask};
+use crate::support::traffic::{Answer, IMPATIENT, LARGE, PATIENT, Service, Stream, ask, ask_with};
 use crate::support::world::{World, block_on};
 
 /// Connections that are tried at once from one namespace.
@@ -135,7 +135,9 @@ async fn attempt(case: &Case, expected: &Expected) -> BTreeSet<Answer> {
             }
             let wanted = if *sticky == Sticky::Yes { 1 } else { ends.len() };
             for number in 1..=*ATTEMPTS.end() {
-                answers.insert(once(PATIENT).await);
+                // One request in two is larger than a packet.
+                let bytes = if number % 2 == 0 { &LARGE[..] } else { b"?" };
+                answers.insert(ask_with(source, case.to, case.protocol, PATIENT, bytes).await);
                 if answers.contains(&Answer::Nothing)
                     || (number >= *ATTEMPTS.start() && answers.len() >= wanted)
                 {

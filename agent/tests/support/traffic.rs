@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use pointsman_agent::model::Protocol;
-use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -137,6 +137,21 @@ impl Host {
 
 /// Asks once, in the namespace of the thread.
 pub async fn ask(source: Option<IpAddr>, to: SocketAddr, protocol: Protocol, patience: Duration) -> Answer {
+    ask_with(source, to, protocol, patience, b"?").await
+}
+
+/// More than fits into one packet.
+pub const LARGE: [u8; 4000] = [b'?'; 4000];
+
+/// Asks with these bytes: on UDP all in one datagram, on TCP after the server has said who it is, and to have them back.
+/// SCTP ignores them.
+pub async fn ask_with(
+    source: Option<IpAddr>,
+    to: SocketAddr,
+    protocol: Protocol,
+    patience: Duration,
+    bytes: &[u8],
+) -> Answer {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let from = SocketAddr::new(source.unwrap_or(any), 0);
     let outcome = timeout(patience, async {
@@ -144,15 +159,20 @@ pub async fn ask(source: Option<IpAddr>, to: SocketAddr, protocol: Protocol, pat
             Protocol::Tcp => {
                 let socket = if to.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
                 socket.bind(from)?;
+                let mut stream = tokio::io::BufReader::new(socket.connect(to).await?);
                 let mut line = String::new();
-                tokio::io::BufReader::new(socket.connect(to).await?).read_line(&mut line).await?;
+                stream.read_line(&mut line).await?;
+                stream.write_all(bytes).await?;
+                let mut back = vec![0; bytes.len()];
+                stream.read_exact(&mut back).await?;
+                assert!(back == bytes, "{to} sends back something else");
                 Ok(line)
             }
             Protocol::Udp => {
                 let socket = tokio::net::UdpSocket::bind(from).await?;
                 socket.connect(to).await?;
                 // The node's own rules drop or reject what it sends: which of the two, only the answer says.
-                match socket.send(b"?").await {
+                match socket.send(bytes).await {
                     Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
                     sent => drop(sent?),
                 }
