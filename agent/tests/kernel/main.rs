@@ -10,6 +10,7 @@ mod support;
 mod drift;
 mod engine;
 mod health;
+mod invalid;
 mod lifecycle;
 mod localhost;
 mod nftables;

@@ -2,6 +2,6 @@
 
 pub mod lab;
 pub mod scenario;
-mod sctp;
+pub mod sctp;
 pub mod traffic;
 pub mod world;

@@ -63,12 +63,17 @@ fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 /// A raw socket at an address, in the namespace of the thread. What is done with sockets of UDP can be done with it.
-fn open(address: IpAddr) -> io::Result<UdpSocket> {
+pub fn raw(address: IpAddr, protocol: SockProtocol) -> io::Result<UdpSocket> {
     let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
-    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
-    let raw = socket(family, SockType::Raw, flags, SockProtocol::Sctp)?;
+    let raw = socket(family, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
     bind(raw.as_raw_fd(), &SockaddrStorage::from(SocketAddr::new(address, 0)))?;
     Ok(raw.into())
+}
+
+fn open(address: IpAddr) -> io::Result<UdpSocket> {
+    let socket = raw(address, SockProtocol::Sctp)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
 }
 
 /// What a raw socket of IPv4 hands over begins with the IP header.

@@ -211,6 +211,11 @@ impl Stream {
         Ok(stream)
     }
 
+    /// Its own end.
+    pub fn local(&self) -> SocketAddr {
+        self.0.get_ref().local_addr().unwrap()
+    }
+
     /// Whether the other end still answers.
     pub fn answers(&mut self) -> bool {
         self.check().is_ok()
