@@ -6,10 +6,61 @@ use std::net::Ipv4Addr;
 use ipnet::Ipv4Net;
 use pointsman_crds::settings::Mode;
 
-use crate::iptables::tests::World;
+use crate::model::Change;
+use crate::plan::random::Cluster;
 use crate::plan::{Packet, Verdict};
 use crate::scenario::hosts::{Host, twin, twin_block};
 use crate::scenario::{self, Case, End, Expected, Scenario, Sticky};
+use crate::{iptables, nftables};
+
+/// Rules that follow a cluster.
+trait Rules {
+    fn cluster(&mut self) -> &mut Cluster;
+    /// Writes what is pending, and proves that the rules are what they would be from scratch.
+    fn follow(&mut self);
+    /// Where a packet ends by the rules alone, and by the plan as far as these rules can follow it.
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict);
+}
+
+impl Rules for iptables::tests::World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+    fn follow(&mut self) {
+        self.sync();
+        self.check();
+    }
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+        self.route(packet)
+    }
+}
+
+impl Rules for nftables::layout::tests::World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+    fn follow(&mut self) {
+        self.sync();
+        self.check();
+    }
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+        self.route(packet)
+    }
+}
+
+/// What refuses undefined ports of ClusterIPs only where ipsets are available.
+const WITHOUT_SETS: &str = "iptables without ipsets";
+
+/// Every kind of rules, with nothing but this.
+fn all_rules(start: &[Change]) -> [(&'static str, Mode, Box<dyn Rules>); 3] {
+    let iptables = |use_sets| Box::new(iptables::tests::World::begin(use_sets, start.to_vec()));
+    let nftables = Box::new(nftables::layout::tests::World::begin(start.to_vec()));
+    [
+        ("iptables", Mode::Iptables, iptables(true)),
+        (WITHOUT_SETS, Mode::Iptables, iptables(false)),
+        ("nftables", Mode::Nftables, nftables),
+    ]
+}
 
 /// A verdict in the scenarios' words.
 fn answer(case: &Case, verdict: Verdict) -> Result<Expected, Verdict> {
@@ -45,30 +96,29 @@ fn the_plan_and_the_rules_say_what_the_scenarios_expect() {
     let mut tried = 0;
     for path in scenario::files() {
         let scenario = Scenario::load(&path).unwrap_or_else(|error| panic!("{error}"));
-        for use_sets in [true, false] {
-            let mut world = World::begin(use_sets, scenario.start.clone());
+        for (kind, mode, mut rules) in all_rules(&scenario.start) {
             for step in &scenario.steps {
                 for change in &step.changes {
-                    world.cluster.apply(change.clone());
+                    rules.cluster().apply(change.clone());
                 }
-                world.cluster.set_config(step.config.clone());
-                world.sync();
-                world.check();
-                let local: BTreeSet<_> = world.cluster.model.local_addresses().clone();
+                rules.cluster().set_config(step.config.clone());
+                rules.follow();
+                let local: BTreeSet<_> = rules.cluster().model.local_addresses().clone();
                 for case in &step.cases {
                     tried += 1;
                     let packet: Packet = case.packet(&local);
-                    let expected = Ok(of_one_packet(case.expected(Mode::Iptables)));
-                    let planned = world.cluster.plan.route(&packet);
-                    let undefined = planned == Verdict::Undefined;
-                    let (walked, promised) = world.route(&packet);
-                    let said = format!("{}: {}: {case}: expected {expected:?}", scenario.name, step.what);
-                    if answer(case, planned.clone()) != expected {
-                        wrong.push(format!("{said}, planned {planned:?}"));
-                    } else if walked != promised
-                        || (answer(case, walked.clone()) != expected && (use_sets || !undefined))
-                    {
-                        wrong.push(format!("{said}, the rules (sets: {use_sets}) say {walked:?}"));
+                    let usual = Ok(of_one_packet(case.usually()));
+                    let expected = Ok(of_one_packet(case.expected(mode)));
+                    let planned = rules.cluster().plan.route(&packet);
+                    let unknown = kind == WITHOUT_SETS && planned == Verdict::Undefined;
+                    let (walked, promised) = rules.route(&packet);
+                    let said = format!("{}: {}: {case}", scenario.name, step.what);
+                    if answer(case, planned.clone()) != usual {
+                        wrong.push(format!("{said}: expected {usual:?}, planned {planned:?}"));
+                    } else if walked != promised || (answer(case, walked.clone()) != expected && !unknown) {
+                        wrong.push(format!(
+                            "{said}: expected {expected:?}, {kind} says {walked:?}, promised {promised:?}"
+                        ));
                     }
                 }
             }

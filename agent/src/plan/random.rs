@@ -113,10 +113,6 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    pub fn new() -> Self {
-        Self::with(start())
-    }
-
     /// A node with nothing but this.
     pub fn with(changes: impl IntoIterator<Item = Change>) -> Self {
         let mut cluster =

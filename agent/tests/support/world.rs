@@ -47,6 +47,13 @@ impl fmt::Display for Way {
 }
 
 impl Way {
+    pub fn mode(self) -> Mode {
+        match self {
+            Self::Iptables(_) => Mode::Iptables,
+            Self::Nftables => Mode::Nftables,
+        }
+    }
+
     pub fn open(self, lab: &Lab) -> Dataplane {
         match self {
             Self::Iptables(flavour) => {

@@ -26,7 +26,7 @@ mod state;
 mod word;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use fixed::table;
 pub use recovered::served;

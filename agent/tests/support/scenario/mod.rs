@@ -101,6 +101,11 @@ pub struct End {
 }
 
 impl Case {
+    /// What is expected where no mode has a reason to differ.
+    pub fn usually(&self) -> &Expected {
+        &self.expected
+    }
+
     pub fn expected(&self, mode: Mode) -> &Expected {
         let other = self.unless.iter().find(|(which, _)| *which == mode);
         other.map_or(&self.expected, |(_, expected)| expected)

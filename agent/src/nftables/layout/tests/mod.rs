@@ -13,24 +13,29 @@ use proptest::prelude::*;
 
 use super::State;
 use super::fixed;
-use crate::model::family_of;
+use crate::model::{Change, family_of};
 use crate::nftables::compare::compare;
 use crate::nftables::read::Installed;
 use crate::nftables::ruleset::{Ruleset, Transaction};
-use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted};
+use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted, start};
 use crate::plan::{Hop, Packet, Plan, Verdict};
 use kernel::apply;
 use walk::Clients;
 
 /// A cluster, and the tables of both families.
-struct World {
-    cluster: Cluster,
+pub(crate) struct World {
+    pub(crate) cluster: Cluster,
     installed: BTreeMap<IpFamily, (State, Ruleset)>,
 }
 
 impl World {
     fn new() -> Self {
-        let cluster = Cluster::new();
+        Self::begin(start())
+    }
+
+    /// A node with nothing but this.
+    pub(crate) fn begin(changes: impl IntoIterator<Item = Change>) -> Self {
+        let cluster = Cluster::with(changes);
         let installed = FAMILIES
             .map(|family| (family, adopt(&cluster.plan, family, Ruleset::new(fixed::table(family)))))
             .into();
@@ -38,7 +43,7 @@ impl World {
     }
 
     /// Returns the transactions.
-    fn sync(&mut self) -> Vec<Transaction> {
+    pub(crate) fn sync(&mut self) -> Vec<Transaction> {
         let Cluster { plan, pending, .. } = &mut self.cluster;
         let changes = std::mem::take(pending);
         let mut transactions = Vec::new();
@@ -58,13 +63,20 @@ impl World {
     }
 
     /// The tables hold exactly what we think, and what a plan from scratch asks for.
-    fn check(&self) {
+    pub(crate) fn check(&self) {
         for (family, (state, table)) in &self.installed {
             assert_eq!(state.full(), *table, "what we think is what is there");
             let again = State::adopt(&self.cluster.plan, self.cluster.plan.node(*family).unwrap(), table);
             assert_eq!(again.full(), *table, "a restart finds nothing to do");
             assert_eq!(table.sets.len(), if state.counts() { 17 } else { 15 });
         }
+    }
+
+    /// Where a packet ends by the table alone, and by the plan as far as this layout can follow it.
+    pub(crate) fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+        let plan = &self.cluster.plan;
+        let walked = walk::route(&self.installed[&family_of(packet.destination)].1, packet, &Clients::new());
+        (walked, expected(plan, packet))
     }
 }
 
@@ -140,10 +152,8 @@ proptest! {
         for seed in packets {
             let packet = any_packet(seed);
             let plan = &world.cluster.plan;
-            let table = &world.installed[&family_of(packet.destination)].1;
-            let walked = walk::route(table, &packet, &Clients::new());
-            let walked = without_hairpin_from_afar(plan, &packet, walked);
-            let wanted = without_hairpin_from_afar(plan, &packet, expected(plan, &packet));
+            let [walked, wanted] = <[Verdict; 2]>::from(world.route(&packet))
+                .map(|verdict| without_hairpin_from_afar(plan, &packet, verdict));
             prop_assert_eq!(walked, wanted, "{:?}", packet);
         }
     }
