@@ -180,7 +180,7 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
 }
 
 #[test]
-fn syn_16_the_loop_changes_the_mode_live_and_loses_no_connection() {
+fn syn_17_the_loop_changes_the_mode_live_and_loses_no_connection() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };
         let running = Running::start(&lab);

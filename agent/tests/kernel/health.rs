@@ -10,14 +10,15 @@ use pointsman_agent::events::objects::Objects;
 use pointsman_agent::health::Pulse;
 use pointsman_agent::healthcheck::{Checks, Server};
 use pointsman_agent::iptables::Flavour;
-use pointsman_agent::model::ObjectName;
+use pointsman_agent::model::{Change, ObjectName};
 use pointsman_agent::state::SyncState;
 use pointsman_agent::sync::Dataplane as _;
 use serde_json::json;
 use tokio::sync::{oneshot, watch};
 
 use crate::support::lab::{Lab, address, ip, masqueraded};
-use crate::support::world::{World, block_on};
+use crate::support::traffic::Answer;
+use crate::support::world::{FAMILIES, World, block_on, slice};
 
 const PORT: u16 = 31999;
 
@@ -51,7 +52,7 @@ fn follow(world: &mut World, checks: &Checks, open: usize) {
     panic!("{} ports are open, not {open}: {:?}", checks.open(), checks.problems());
 }
 
-// ids: HC-4 HC-5 HC-6 REG-82163
+// ids: HC-4 HC-5 HC-6 REG-82163 TRM-12
 #[test]
 fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_nowhere_else() {
     let Some(lab) = Lab::new() else { return };
@@ -104,6 +105,16 @@ fn hc_4_5_6_health_checks_answer_at_eligible_addresses_and_at_the_balancers_and_
     for address in balancer {
         assert_eq!(ask(&lab, address), "HTTP/1.0 200 OK", "{address}");
     }
+    for family in FAMILIES {
+        let mut ending = slice("web", family, &["a"]);
+        let conditions = json!({"ready": false, "serving": true, "terminating": true});
+        ending.endpoints[0].conditions = serde_json::from_value(conditions).unwrap();
+        world.apply(Change::SliceApplied(Box::new(ending)));
+    }
+    follow(&mut world, &checks, 4);
+    assert_eq!(ask(&lab, own[0]), "HTTP/1.0 503 Service Unavailable", "the balancer is to leave");
+    let answer = lab.tcp("client", (own[0], 30080));
+    assert!(matches!(&answer, Answer::From(name, _) if name == "a"), "it still serves: {answer:?}");
     world.endpoints("web", &["r"]);
     follow(&mut world, &checks, 4);
     assert_eq!(ask(&lab, own[0]), "HTTP/1.0 503 Service Unavailable");

@@ -13,6 +13,7 @@ use crate::support::lab::{Lab, NODE, address};
 use crate::support::traffic::Answer;
 use crate::support::world::{FAMILIES, Way, World, block_on, config, tools};
 
+// ids: AFF-7
 #[test]
 fn syn_9_a_restart_writes_only_what_differs_and_clients_stay() {
     let Some(lab) = Lab::new() else { return };
@@ -94,6 +95,7 @@ fn a_new_mark_bit_loses_no_connection() {
     assert!(count > 100, "{count}");
 }
 
+// ids: SYN-17
 #[test]
 fn switching_from_and_to_mode_iptables_loses_no_connection() {
     for flavour in [Flavour::Nft, Flavour::Legacy] {

@@ -69,6 +69,7 @@ fn count(transaction: &Transaction) -> usize {
     elements.sum()
 }
 
+// ids: SYN-2 SYN-5 SYN-6
 #[test]
 fn a_change_costs_what_it_changes_whatever_the_size() {
     let (plain, sticky) = (spec(&json!({})), spec(&json!({"sessionAffinity": "ClientIP"})));
@@ -231,6 +232,7 @@ fn numbers(served: &[(u8, Clients)]) -> Vec<u8> {
     numbers
 }
 
+// ids: AFF-5 AFF-7
 #[test]
 fn aff_a_client_stays_with_its_endpoint_through_all_frontends_changes_and_a_restart() {
     let sticky = spec(&json!({"sessionAffinity": "ClientIP"}));
@@ -273,6 +275,7 @@ fn aff_a_client_stays_with_its_endpoint_through_all_frontends_changes_and_a_rest
     stays(&table, &[2, 102, 103]);
 }
 
+// ids: AFF-9
 #[test]
 fn aff_policy_local_moves_a_client_only_if_its_endpoint_is_elsewhere() {
     let sticky = |local: bool| {

@@ -131,6 +131,7 @@ fn without_hairpin_from_afar(plan: &Plan, packet: &Packet, verdict: Verdict) -> 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
+    // ids: SYN-3 SYN-7
     #[test]
     fn the_table_follows_any_changes_and_packets_end_where_the_plan_says(
         seeds in proptest::collection::vec((any::<u64>(), prop::bool::weighted(0.2)), 1..160),
@@ -158,6 +159,7 @@ proptest! {
         }
     }
 
+    // ids: SYN-9 SYN-10
     #[test]
     fn a_restart_over_whatever_is_there_ends_in_the_same_table(
         before in proptest::collection::vec(any::<u64>(), 1..120),
