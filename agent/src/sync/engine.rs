@@ -476,6 +476,7 @@ impl<P: Platform> Engine<P> {
             taken_over: false,
         });
         self.pending = Changes { health_checks: checked, ..Changes::default() };
+        self.flows.replaced();
         self.planned = true;
         self.must_write = true;
         self.queue(changes);

@@ -19,9 +19,16 @@ pub(super) struct Flows {
     targets: HashMap<PortId, Vec<Target>>,
     /// Frontends that the kernel was found to serve, to be compared with the plan.
     found: Vec<(IpFamily, Target)>,
+    /// The plan is another one than at the last write: what it does not have is not among its changes.
+    replaced: bool,
 }
 
 impl Flows {
+    /// The next plan is made from scratch.
+    pub(super) fn replaced(&mut self) {
+        self.replaced = true;
+    }
+
     /// Follows the plan after it was written. `changed` are its ports that are not the same as at the last call.
     pub(super) fn follow(&mut self, plan: &Plan, model: &Model, changed: &BTreeSet<PortId>) {
         for family in plan.families() {
@@ -29,8 +36,12 @@ impl Flows {
                 model.local_addresses().iter().copied().filter(|address| family_of(*address) == *family);
             self.reconciler(*family).set_node_addresses(Some(own.collect()));
         }
+        let gone: Vec<PortId> = if std::mem::take(&mut self.replaced) {
+            self.targets.keys().filter(|id| plan.port(id).is_none()).cloned().collect()
+        } else {
+            Vec::new()
+        };
         // A frontend may go from one Service to another: what is taken away goes first.
-        let gone: Vec<PortId> = self.targets.keys().filter(|id| plan.port(id).is_none()).cloned().collect();
         for id in changed.iter().chain(&gone) {
             let kept: Vec<Target> = plan.port(id).map(|port| targets(id, port)).unwrap_or_default();
             let family = id.family;

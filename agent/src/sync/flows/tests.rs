@@ -1,10 +1,12 @@
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::settings::{Mode, ProxySettings};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::model::{Change, ObjectName};
+use crate::model::{Change, Dirty, ObjectName};
+use crate::plan::random::{Cluster, FAMILIES, change, start};
 
 const FRONTEND: &str = "10.96.0.10:53";
 
@@ -186,8 +188,48 @@ fn nothing_is_left_of_services_that_came_and_went() {
         let fresh = World::new();
         world.apply(vec![]);
         (world.model, world.plan) = (fresh.model, fresh.plan);
+        world.flows.replaced();
         let again = world.plan.ports(IpFamily::IPv4).map(|(id, _)| id.clone()).collect();
         world.flows.follow(&world.plan, &world.model, &again);
         assert_eq!(world.flows.targets.len(), 1);
+    }
+}
+
+/// What follows of the plan alone.
+fn from_scratch(plan: &Plan) -> HashMap<PortId, Vec<Target>> {
+    let ports = FAMILIES.into_iter().flat_map(|family| plan.ports(family));
+    ports
+        .map(|(id, port)| (id.clone(), targets(id, port)))
+        .filter(|(_, targets)| !targets.is_empty())
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    // ids: TRK-3
+    #[test]
+    fn the_bookkeeping_follows_the_changes_of_the_plan_and_plans_from_scratch(
+        seeds in proptest::collection::vec(any::<u64>(), 1..160),
+    ) {
+        let (mut cluster, mut flows) = (Cluster::with(start()), Flows::default());
+        for seed in seeds {
+            match seed % 40 {
+                0 => cluster.configure(seed),
+                // Opened anew, perhaps with one family less, while changes are waiting.
+                1 => {
+                    let families = &FAMILIES[..if seed % 3 == 0 { 1 } else { 2 }];
+                    cluster.plan = Plan::new(cluster.plan.config().clone(), families);
+                    let everything = Dirty { everything: true, ..Dirty::default() };
+                    cluster.pending = cluster.plan.update(&cluster.model, everything);
+                    flows.replaced();
+                }
+                _ => cluster.apply(change(seed)),
+            }
+            if seed % 3 == 0 {
+                flows.follow(&cluster.plan, &cluster.model, &std::mem::take(&mut cluster.pending).ports);
+                prop_assert_eq!(&flows.targets, &from_scratch(&cluster.plan));
+            }
+        }
     }
 }
