@@ -4,12 +4,11 @@
 use std::net::{IpAddr, UdpSocket};
 
 use nix::sys::socket::SockProtocol;
-use pointsman_agent::iptables::Flavour;
 
 use crate::support::lab::{Lab, NODE, address};
 use crate::support::sctp::raw;
 use crate::support::traffic::{IMPATIENT, Stream};
-use crate::support::world::{World, config};
+use crate::support::world::{WAYS, World, config};
 
 /// A segment without data.
 fn segment(from: (IpAddr, u16), to: (IpAddr, u16), sequence: u32, acknowledged: u32) -> Vec<u8> {
@@ -58,9 +57,9 @@ fn beyond_the_window(lab: &Lab, watcher: &UdpSocket, stream: &mut Stream) -> Opt
 // ids: CT-9 REG-74839
 #[test]
 fn a_segment_out_of_the_window_does_not_reach_a_client_from_the_pods_address() {
-    for flavour in [Flavour::Nft, Flavour::Legacy] {
+    for way in WAYS {
         let Some(lab) = Lab::new() else { return };
-        let mut world = World::new(&lab, flavour);
+        let mut world = World::new(&lab, way);
         world.service(
             "web",
             serde_json::json!({
@@ -74,21 +73,21 @@ fn a_segment_out_of_the_window_does_not_reach_a_client_from_the_pods_address() {
         let client = address("client", false);
         let watcher = lab.run("client", move || raw(client, SockProtocol::Tcp).unwrap());
         watcher.set_read_timeout(Some(IMPATIENT)).unwrap();
-        assert_eq!(beyond_the_window(&lab, &watcher, &mut stream), None, "{flavour}: dropped");
+        assert_eq!(beyond_the_window(&lab, &watcher, &mut stream), None, "{way}: dropped");
         assert!(stream.answers());
         let mut liberal = config();
         liberal.conntrack.tcp_be_liberal = true;
         world.configure(liberal);
         world.settle();
         let from = beyond_the_window(&lab, &watcher, &mut stream);
-        assert_eq!(from, Some(address("a", false)), "{flavour}: untranslated, now that the rule is gone");
+        assert_eq!(from, Some(address("a", false)), "{way}: untranslated, now that the rule is gone");
         // With the rule goes the kernel's setting.
         let mut stream = lab.stream("client", (address(NODE, false), 30080));
         lab.run(NODE, || {
             std::fs::write("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal", "1").unwrap();
         });
         let from = beyond_the_window(&lab, &watcher, &mut stream);
-        assert_eq!(from, Some(address(NODE, false)), "{flavour}: translated");
+        assert_eq!(from, Some(address(NODE, false)), "{way}: translated");
         assert!(stream.answers());
     }
 }

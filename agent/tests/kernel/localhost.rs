@@ -2,26 +2,32 @@
 
 use std::net::UdpSocket;
 
-use pointsman_agent::iptables::Flavour;
 use pointsman_crds::settings::NodePortAddress;
 
 use crate::support::lab::{Lab, NODE, shell};
 use crate::support::traffic::IMPATIENT;
-use crate::support::world::{World, config};
+use crate::support::world::{WAYS, Way, World, config};
 
 // ids: NP-5 NP-6 REG-92315
 #[test]
 fn what_listens_on_localhost_stays_out_of_reach_from_outside() {
-    for flavour in [Flavour::Nft, Flavour::Legacy] {
+    for way in WAYS {
         let Some(lab) = Lab::new() else { return };
-        let mut world = World::new(&lab, flavour);
+        let mut world = World::new(&lab, way);
         let mut config = config();
         config.node_port_addresses =
             ["primary", "localhost"].map(|word| NodePortAddress(word.into())).to_vec();
         world.configure(config.clone());
         world.settle();
-        let filter = |tool: &str| lab.node(&format!("{tool}-{flavour}-save -t filter"));
-        assert!(!filter("iptables").contains("block incoming localnet"), "off unless asked for");
+        let guarded = || match way {
+            Way::Iptables(flavour) => ["iptables", "ip6tables"].map(|tool| {
+                lab.node(&format!("{tool}-{flavour}-save -t filter")).contains("block incoming localnet")
+            }),
+            Way::Nftables => ["ip", "ip6"].map(|family| {
+                lab.node(&format!("nft list table {family} pointsman")).contains("127.0.0.0/8")
+            }),
+        };
+        assert_eq!(guarded(), [false, false], "{way}: off unless asked for");
 
         // Something listens on the node's localhost; a neighbour sends packets for 127.0.0.1 to the node.
         let secret = lab.run(NODE, || UdpSocket::bind("127.0.0.1:9999").unwrap());
@@ -40,12 +46,11 @@ fn what_listens_on_localhost_stays_out_of_reach_from_outside() {
             });
             secret.recv_from(&mut [0; 8]).is_ok()
         };
-        assert!(gets_in(), "the way is open, were it not for the rule");
+        assert!(gets_in(), "{way}: the way is open, were it not for the rule");
         config.iptables.localhost_node_ports = true;
         world.configure(config.clone());
         world.settle();
-        assert!(!gets_in());
-        assert!(filter("iptables").contains("block incoming localnet"));
-        assert!(!filter("ip6tables").contains("localnet"), "IPv6 has no way to 127.0.0.1");
+        assert!(!gets_in(), "{way}");
+        assert_eq!(guarded(), [true, false], "{way}: IPv6 has no way to 127.0.0.1");
     }
 }
