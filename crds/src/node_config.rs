@@ -266,7 +266,14 @@ impl NodeProxyConfiguration {
             api_version: API_VERSION.to_owned(),
             kind: KIND.to_owned(),
             mode,
-            fallback_modes: settings.fallback_modes.clone().unwrap_or_default(),
+            // A layer may choose what the base has as a fallback.
+            fallback_modes: settings
+                .fallback_modes
+                .iter()
+                .flatten()
+                .copied()
+                .filter(|other| *other != mode)
+                .collect(),
             service_proxy_name: settings.service_proxy_name.clone().unwrap_or_default(),
             ip_family_policy: settings.ip_family_policy.unwrap_or(IpFamilyPolicy::PreferDualStack),
             node_port_addresses: settings
@@ -593,6 +600,19 @@ mod tests {
         let content = base().render().unwrap();
         let error = NodeProxyConfiguration::parse(&content, Some("sha256:00")).unwrap_err();
         assert!(matches!(error, NodeConfigError::HashMismatch { .. }));
+    }
+
+    #[test]
+    fn a_layer_may_choose_the_fallback_of_the_base() {
+        let merged = ProxySettings {
+            mode: Some(Mode::Iptables),
+            fallback_modes: Some(vec![Mode::Iptables, Mode::Nftables]),
+            ..ProxySettings::default()
+        };
+        assert_eq!(
+            NodeProxyConfiguration::complete(&merged, Drift::default()).unwrap().fallback_modes,
+            [Mode::Nftables]
+        );
     }
 
     // ids: CFG-12

@@ -55,6 +55,14 @@ pub async fn node_states(cluster: &Cluster) -> Result<Vec<NodeState>> {
     Ok(list.items.into_iter().map(read).collect())
 }
 
+/// The packet mark that says "masquerade" in a node's kernel, whatever a status says; 0 if no rule has one.
+pub async fn masquerade_mark(cluster: &Cluster, node: &str) -> Result<u32> {
+    let table = cluster.node(node)?.exec(&["nft", "list", "table", "ip", "pointsman"]).await?;
+    let mark = table.split_once("meta mark set meta mark | 0x").map(|(_, rest)| rest);
+    let digits = mark.and_then(|rest| rest.split_whitespace().next()).unwrap_or("0");
+    u32::from_str_radix(digits, 16).with_context(|| format!("the mark 0x{digits} of {node}"))
+}
+
 /// The state of one node.
 pub async fn node_state(cluster: &Cluster, node: &str) -> Result<NodeState> {
     Ok(read(Api::<ProxyNodeStatus>::all(cluster.client()).get(node).await?))

@@ -81,7 +81,10 @@ async fn helm_never_changes_the_base_again() {
         assert!(notes.contains(line), "{notes}");
     }
     let base = cluster.get(BASE).await.expect("made at the first install");
-    assert_eq!(base["spec"]["proxy"], json!({"mode": "iptables", "masquerade": {"bit": 13}}));
+    assert_eq!(
+        base["spec"]["proxy"],
+        json!({"mode": "nftables", "fallbackModes": ["iptables"], "masquerade": {"bit": 13}})
+    );
 
     // A person edits it; an upgrade with other values leaves both the edit and the rest alone.
     cluster.api.merge(BASE, &json!({"spec": {"proxy": {"masquerade": {"bit": 12}}}})).await.unwrap();

@@ -440,7 +440,8 @@ async fn the_base_is_rendered_at_install_only() {
     let rendered = render(&[]).await.unwrap();
     let base = rendered.get("ProxyConfiguration", "default");
     assert_eq!(base["metadata"]["annotations"]["helm.sh/resource-policy"], "keep");
-    assert_eq!(base["spec"]["proxy"]["mode"], "iptables");
+    assert_eq!(base["spec"]["proxy"]["mode"], "nftables");
+    assert_eq!(base["spec"]["proxy"]["fallbackModes"][0], "iptables");
     let upgrade = render(&["--is-upgrade"]).await.unwrap();
     assert_eq!(upgrade.kind("ProxyConfiguration").count(), 0);
     let without = render(&["--set", "defaultConfiguration.create=false"]).await.unwrap();

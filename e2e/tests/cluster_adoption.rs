@@ -19,13 +19,24 @@ const PATIENCE: Duration = Duration::from_mins(2);
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_is_taken_over_from_kube_proxy_without_a_lost_request() {
     let name = "test-adoption";
-    let outcome = adopt(name).await;
-    // Taken down before the verdict: a failed test leaves the machine as it was.
-    Cluster::down(name).await.expect("taking the cluster down");
-    outcome.unwrap_or_else(|error| panic!("{error:#}"));
+    // In the same chains, and into the mode that the chart has by default.
+    for values in [
+        &[
+            "--set",
+            "defaultConfiguration.spec.proxy.mode=iptables",
+            "--set",
+            "defaultConfiguration.spec.proxy.fallbackModes=null",
+        ][..],
+        &[],
+    ] {
+        let outcome = adopt(name, values).await;
+        // Taken down before the verdict: a failed test leaves the machine as it was.
+        Cluster::down(name).await.expect("taking the cluster down");
+        outcome.unwrap_or_else(|error| panic!("{values:?}: {error:#}"));
+    }
 }
 
-async fn adopt(name: &str) -> Result<()> {
+async fn adopt(name: &str, values: &[&str]) -> Result<()> {
     let cluster = Cluster::up(&Options::new(name, Proxy::KubeProxy("iptables".into()))).await?;
     let web = Workload::create(&cluster, NAMESPACE).await?;
     web.check_all().await.context("before, with kube-proxy")?;
@@ -42,15 +53,16 @@ async fn adopt(name: &str) -> Result<()> {
         })
         .await?;
     }
-    install_pointsman(&cluster, &[]).await?;
+    install_pointsman(&cluster, values).await?;
     all_ready(&cluster, PATIENCE).await?;
     traffic.finish().await?;
 
     let dispatch = kube_services(&cluster).await?;
     ensure!(
-        dispatch.iter().any(|rule| rule.contains("KUBE-IP-"))
+        dispatch.iter().any(|rule| rule.contains("KUBE-IP-")) != values.is_empty()
             && !dispatch.iter().any(|rule| rule.contains("KUBE-SVC-")),
-        "rules of kube-proxy are left beside Pointsman's: {dispatch:#?}"
+        "not what mode {} leaves of kube-proxy's rules: {dispatch:#?}",
+        if values.is_empty() { "nftables" } else { "iptables" }
     );
     // It not only keeps what was there: an endpoint that comes now is followed by every node.
     let delete = ["delete", "pod", "-n", NAMESPACE, "-l", "app=web", "--wait=false"];

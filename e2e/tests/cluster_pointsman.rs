@@ -19,13 +19,13 @@ use pointsman_crds::names::{
 use pointsman_e2e::checks::Workload;
 use pointsman_e2e::cluster::{Cluster, Component};
 use pointsman_e2e::pointsman::{
-    agent_pod, all_ready, eventually, kill_pod_process, leader_pod, node_state, node_states,
+    agent_pod, all_ready, eventually, kill_pod_process, leader_pod, masquerade_mark, node_state, node_states,
 };
 use pointsman_e2e::probe::Summary;
 use pointsman_e2e::state::Proxy;
 use pointsman_e2e::traffic::Traffic;
 use pointsman_e2e::up::Options;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::time::sleep;
 
@@ -134,9 +134,8 @@ async fn a_live_change_of_the_masquerade_bit_loses_nothing(cluster: &Cluster) ->
         })
         .await?;
         old = node_state(cluster, NODE).await?.active;
-        let rules = cluster.node(NODE)?.exec(&["iptables-save", "-t", "nat"]).await?;
-        let mark = format!("{:#x}/{:#x}", 1u32 << bit, 1u32 << bit);
-        ensure!(rules.contains(&mark), "Ready with bit {bit}, but no rule has the mark {mark}");
+        let mark = masquerade_mark(cluster, NODE).await?;
+        ensure!(mark == 1 << bit, "Ready with bit {bit}, but the kernel marks packets {mark:#x}");
     }
     traffic.finish().await?;
     ensure!(restarts_of(cluster, &agent).await? == restarts, "the agent was restarted");
@@ -199,7 +198,7 @@ async fn an_edited_node_configuration_is_refused_and_repaired(cluster: &Cluster)
     ensure!(cluster.kubectl(&edit).await.is_err(), "admission must refuse an edit that is no emergency");
     let traffic = Traffic::start(cluster, &web, NODE).await?;
     for (content, reason) in [
-        (content.replace("mode: iptables\n", "mode: iptables\ncolour: red\n"), "UnsupportedField"),
+        (content.replace("mode: nftables\n", "mode: nftables\ncolour: red\n"), "UnsupportedField"),
         (content[..content.len() / 2].to_owned(), ""),
         (content.replace("v1alpha1", "v9"), ""),
     ] {
@@ -277,34 +276,56 @@ async fn not_ready(cluster: &Cluster, because: &str) -> Result<()> {
     Ok(())
 }
 
+/// Puts the node into mode iptables, and waits until it is.
+async fn iptables_on_node(cluster: &Cluster, name: &str, iptables: Value) -> Result<()> {
+    let layer = json!({
+        "apiVersion": "pointsman.dev/v1alpha1", "kind": "ProxyConfiguration", "metadata": {"name": name},
+        "spec": {
+            "nodeSelector": {"matchLabels": {"kubernetes.io/hostname": NODE}},
+            "priority": 10, "proxy": {"mode": "iptables", "iptables": iptables},
+        },
+    });
+    cluster.apply(&layer.to_string()).await?;
+    eventually(PATIENCE, &format!("{NODE} in mode iptables"), async || {
+        let node = node_state(cluster, NODE).await?;
+        ensure!(node.is_ready_with_assigned() && node.active.starts_with(&format!("{name}-")), "{node:?}");
+        Ok(())
+    })
+    .await
+}
+
+/// Takes that back, and waits until the node is in the base's mode, with nothing left of iptables.
+async fn base_on_node(cluster: &Cluster, name: &str) -> Result<()> {
+    cluster.kubectl(&["delete", "pxc", name]).await?;
+    eventually(PATIENCE, &format!("{NODE} on the base"), async || {
+        let node = node_state(cluster, NODE).await?;
+        ensure!(node.is_ready_with_assigned() && node.active.starts_with("default-"), "{node:?}");
+        for tool in ["iptables-nft-save", "iptables-legacy-save"] {
+            let rules = cluster.node(NODE)?.exec(&[tool]).await?;
+            ensure!(!rules.contains("KUBE-SERVICES"), "rules of mode iptables are left:\n{rules}");
+        }
+        Ok(())
+    })
+    .await
+}
+
 async fn unwritable_rules_make_a_node_not_ready(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
     let traffic = Traffic::start(cluster, &web, NODE).await?;
+    iptables_on_node(cluster, "tools", json!({})).await?;
     let tool = "/usr/sbin/xtables-nft-multi";
     in_agent(cluster, &["mount", "--bind", "/bin/false", tool]).await?;
     let noticed = not_ready(cluster, "Synced=False/RestoreFailed").await;
     in_agent(cluster, &["umount", tool]).await?;
     noticed?;
     all_ready(cluster, PATIENCE).await?;
+    base_on_node(cluster, "tools").await?;
     traffic.finish().await
 }
 
 // ids: REG-48107 REG-105742
 async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result<()> {
-    let layer = json!({
-        "apiVersion": "pointsman.dev/v1alpha1", "kind": "ProxyConfiguration", "metadata": {"name": "legacy"},
-        "spec": {
-            "nodeSelector": {"matchLabels": {"kubernetes.io/hostname": NODE}},
-            "priority": 10, "proxy": {"mode": "iptables", "iptables": {"backend": "Legacy", "lockTimeoutSeconds": 2}},
-        },
-    });
-    cluster.apply(&layer.to_string()).await?;
-    eventually(PATIENCE, "node2 on the legacy flavour", async || {
-        let node = node_state(cluster, NODE).await?;
-        ensure!(node.is_ready_with_assigned() && node.active.starts_with("legacy-"), "{node:?}");
-        Ok(())
-    })
-    .await?;
+    iptables_on_node(cluster, "legacy", json!({"backend": "Legacy", "lockTimeoutSeconds": 2})).await?;
     let web = Workload::create(cluster, NAMESPACE).await?;
     let traffic = Traffic::start(cluster, &web, NODE).await?;
     let mut holder = cluster.node(NODE)?.command(&["flock", "/run/xtables.lock", "sleep", "120"]);
@@ -328,15 +349,7 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
     })
     .await?;
     kill_pod_process(cluster, &pod).await?;
-    cluster.kubectl(&["delete", "pxc", "legacy"]).await?;
-    eventually(PATIENCE, "node2 on the base, with one flavour", async || {
-        let node = node_state(cluster, NODE).await?;
-        ensure!(node.is_ready_with_assigned() && node.active.starts_with("default-"), "{node:?}");
-        let rules = cluster.node(NODE)?.exec(&["iptables-legacy-save"]).await?;
-        ensure!(!rules.contains("KUBE-"), "rules of the legacy flavour are left:\n{rules}");
-        Ok(())
-    })
-    .await
+    base_on_node(cluster, "legacy").await
 }
 
 // ids: SYN-15 REG-75360

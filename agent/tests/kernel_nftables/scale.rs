@@ -83,10 +83,14 @@ fn measure_20000_elements() {
             let read = connection.read(&all.table).unwrap().unwrap();
             let dumped = started.elapsed();
             assert_eq!(read.ruleset, all);
-            let (key, element) = elements.first_key_value().unwrap();
+            let element = elements.iter().next().unwrap();
             let mut one = Transaction::default();
             one.delete_element("frontends", element.clone(), Origin::NONE);
-            one.add_element("frontends", Element::new(*key).with_data(Tuple::new().word(7)), Origin::NONE);
+            one.add_element(
+                "frontends",
+                Element::new(element.key).with_data(Tuple::new().word(7)),
+                Origin::NONE,
+            );
             let started = Instant::now();
             for _ in 0..100 {
                 connection.apply(&all.table, &one).unwrap();

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use pointsman_e2e::checks::Workload;
 use pointsman_e2e::cluster::Cluster;
-use pointsman_e2e::pointsman::{self, NodeState};
+use pointsman_e2e::pointsman::{self, NodeState, masquerade_mark};
 use pointsman_e2e::probe::{Place, Summary};
 use pointsman_e2e::state::Proxy;
 use pointsman_e2e::up::{Options, next_steps};
@@ -88,7 +88,7 @@ async fn show(cluster: &Cluster, kubectl: &[&str]) -> Result<()> {
 async fn apply_base(cluster: &Cluster, bit: u8) -> Result<()> {
     let manifest = format!(
         "apiVersion: pointsman.dev/v1alpha1\nkind: ProxyConfiguration\nmetadata: {{name: default}}\n\
-         spec:\n  proxy:\n    mode: iptables\n    masquerade: {{bit: {bit}}}\n"
+         spec:\n  proxy:\n    mode: nftables\n    fallbackModes: [iptables]\n    masquerade: {{bit: {bit}}}\n"
     );
     println!("{}", manifest.trim_end());
     let apply = ["apply", "--server-side", "--force-conflicts", "--field-manager=demo", "-f", "-"];
@@ -168,9 +168,7 @@ async fn change_bit(cluster: &Cluster, web: &Workload<'_>, bit: u8) -> Result<()
     let after = all_ready(cluster, Some(&before)).await?;
     // The marks that packets carry are those of the kernel's rules, whatever a status says.
     for node in cluster.nodes() {
-        let rules = cluster.node(node.name())?.exec(&["iptables-save", "-t", "nat"]).await?;
-        let mark = format!("{:#x}/{:#x}", 1u32 << bit, 1u32 << bit);
-        ensure!(rules.contains(&mark), "{}: no rule uses the mark {mark}", node.name());
+        ensure!(masquerade_mark(cluster, node.name()).await? == 1 << bit, "{}: not bit {bit}", node.name());
     }
     sleep(Duration::from_secs(1)).await;
     for (what, probe) in probes {
