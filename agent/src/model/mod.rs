@@ -126,8 +126,8 @@ pub struct Model {
     service_cidrs: Vec<IpNet>,
     local_addresses: BTreeSet<IpAddr>,
     services: BTreeMap<ObjectName, Service>,
-    /// Slices by the Service that they belong to, and by their own name.
-    slices: HashMap<ObjectName, BTreeMap<Arc<str>, Slice>>,
+    /// Slices by the Service that they belong to, sorted by their own name. Nearly all Services have one.
+    slices: HashMap<ObjectName, Vec<(Arc<str>, Slice)>>,
     /// The Service that a slice belongs to.
     owners: HashMap<ObjectName, Arc<str>>,
     /// Node names and hints, shared by the endpoints that carry them.
@@ -203,11 +203,12 @@ impl Model {
             self.forget_slice(&name, dirty);
         }
         let service = ObjectName::new(name.namespace.clone(), owner.clone());
-        let slices = self.slices.entry(service.clone()).or_default();
-        if slices.get(&name.name) == Some(&slice) {
-            return;
+        let slices = self.slices.entry(service.clone()).or_insert_with(|| Vec::with_capacity(1));
+        match slices.binary_search_by(|(known, _)| known.cmp(&name.name)) {
+            Ok(at) if slices[at].1 == slice => return,
+            Ok(at) => slices[at].1 = slice,
+            Err(at) => slices.insert(at, (name.name.clone(), slice)),
         }
-        slices.insert(name.name.clone(), slice);
         self.owners.insert(name, owner);
         if let Some(time) = slice::trigger_time(object) {
             dirty.triggers.push((service.clone(), time));
@@ -219,7 +220,7 @@ impl Model {
         let Some(owner) = self.owners.remove(name) else { return };
         let service = ObjectName::new(name.namespace.clone(), owner);
         if let Some(slices) = self.slices.get_mut(&service) {
-            slices.remove(&name.name);
+            slices.retain(|(known, _)| *known != name.name);
             if slices.is_empty() {
                 self.slices.remove(&service);
             }
@@ -260,7 +261,7 @@ impl Model {
 
     /// The slices of a Service, by name.
     pub fn slices(&self, service: &ObjectName) -> impl Iterator<Item = &Slice> {
-        self.slices.get(service).into_iter().flat_map(BTreeMap::values)
+        self.slices.get(service).into_iter().flatten().map(|(_, slice)| slice)
     }
 }
 

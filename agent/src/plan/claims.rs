@@ -44,11 +44,11 @@ pub(super) enum Kind {
 
 type Claim = (Kind, PortId);
 
-/// The frontends of all Services.
+/// The frontends of all Services. Nearly all have one claim, so the claims are sorted lists: a tree has room for eleven.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
-    by_frontend: BTreeMap<Frontend, BTreeSet<Claim>>,
-    by_service: BTreeMap<ObjectName, BTreeSet<(Frontend, Claim)>>,
+    by_frontend: BTreeMap<Frontend, Vec<Claim>>,
+    by_service: BTreeMap<ObjectName, Box<[(Frontend, Claim)]>>,
 }
 
 impl Claims {
@@ -62,24 +62,26 @@ impl Claims {
         let new: BTreeSet<_> = service.map(|service| claims_of(name, service, families)).unwrap_or_default();
         let old = self.by_service.remove(name).unwrap_or_default();
         let mut touched = BTreeSet::new();
-        for (frontend, claim) in old.difference(&new) {
+        for (frontend, claim) in old.iter().filter(|claim| !new.contains(claim)) {
             if let Some(claims) = self.by_frontend.get_mut(frontend) {
                 let had_it = claims.first() == Some(claim);
-                claims.remove(claim);
+                claims.retain(|other| other != claim);
                 touched.extend(claims.iter().filter(|_| had_it).map(|(_, id)| id.service.clone()));
                 if claims.is_empty() {
                     self.by_frontend.remove(frontend);
                 }
             }
         }
-        for (frontend, claim) in new.difference(&old) {
-            let claims = self.by_frontend.entry(*frontend).or_default();
-            claims.insert(claim.clone());
+        for (frontend, claim) in new.iter().filter(|claim| old.binary_search(claim).is_err()) {
+            let claims = self.by_frontend.entry(*frontend).or_insert_with(|| Vec::with_capacity(1));
+            if let Err(at) = claims.binary_search(claim) {
+                claims.insert(at, claim.clone());
+            }
             let gets_it = claims.first() == Some(claim);
             touched.extend(claims.iter().filter(|_| gets_it).map(|(_, id)| id.service.clone()));
         }
         if !new.is_empty() {
-            self.by_service.insert(name.clone(), new);
+            self.by_service.insert(name.clone(), new.into_iter().collect());
         }
         touched.remove(name);
         touched
@@ -95,7 +97,7 @@ impl Claims {
     pub(super) fn lost(&self, name: &ObjectName) -> Vec<String> {
         let mut lost = BTreeSet::new();
         for (frontend, _) in self.by_service.get(name).into_iter().flatten() {
-            let winner = self.by_frontend.get(frontend).and_then(BTreeSet::first);
+            let winner = self.by_frontend.get(frontend).and_then(|claims| claims.first());
             if let Some((_, owner)) = winner.filter(|(_, owner)| owner.service != *name) {
                 lost.insert(format!(
                     "{frontend} belongs to Service {} and is not served for this one",
@@ -110,7 +112,7 @@ impl Claims {
     pub(super) fn owns(&self, frontend: Frontend, kind: Kind, id: &PortId) -> bool {
         self.by_frontend
             .get(&frontend)
-            .and_then(BTreeSet::first)
+            .and_then(|claims| claims.first())
             .is_some_and(|(winner, owner)| *winner == kind && owner == id)
     }
 }
