@@ -29,6 +29,7 @@ pub mod status;
 pub mod sync;
 pub mod sysctl;
 pub mod takeover;
+pub mod userspace;
 pub mod watch;
 
 // The tests in `agent/tests` read the same scenarios, and know this crate by its name.

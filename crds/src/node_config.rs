@@ -16,7 +16,7 @@ use crate::names::CONFIG_MAX_BYTES;
 use crate::proxy_configuration::Drift;
 use crate::settings::{
     Cidr, DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode,
-    NetworkCidr, NodePortAddress, ProxySettings,
+    NetworkCidr, NodePortAddress, ProxySettings, UserspaceScheduler,
 };
 
 /// `apiVersion` of the node configuration that this build reads and writes.
@@ -93,6 +93,8 @@ pub struct NodeProxyConfiguration {
     pub nftables: NodeNftables,
     /// Settings of mode ipvs; kept also in other modes, for a fallback.
     pub ipvs: NodeIpvs,
+    /// Settings of mode userspace; kept also in other modes, for a fallback.
+    pub userspace: NodeUserspace,
     /// Kernel connection tracking.
     pub conntrack: NodeConntrack,
     /// What to do about foreign changes to the kernel state.
@@ -199,6 +201,14 @@ pub struct NodeIpvs {
     pub tcp_fin_timeout_seconds: u32,
     /// Timeout of UDP; 0 leaves the kernel's.
     pub udp_timeout_seconds: u32,
+}
+
+/// Settings of mode userspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct NodeUserspace {
+    /// How an endpoint is chosen for a new connection.
+    pub scheduler: UserspaceScheduler,
 }
 
 /// Kernel connection tracking. A 0 leaves the kernel's value.
@@ -329,6 +339,13 @@ impl NodeProxyConfiguration {
                 tcp_fin_timeout_seconds: whole("ipvs.tcpFinTimeoutSeconds", ipvs.tcp_fin_timeout_seconds, 0),
                 udp_timeout_seconds: whole("ipvs.udpTimeoutSeconds", ipvs.udp_timeout_seconds, 0),
                 exclude_cidrs: parse_cidrs(&ipvs.exclude_cidrs.unwrap_or_default(), &mut faults),
+            },
+            userspace: NodeUserspace {
+                scheduler: settings
+                    .userspace
+                    .as_ref()
+                    .and_then(|userspace| userspace.scheduler)
+                    .unwrap_or(UserspaceScheduler::Rr),
             },
             detect_local: complete_detect_local(settings.detect_local.as_ref(), &mut faults),
             metrics_bind_address: settings

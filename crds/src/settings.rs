@@ -90,6 +90,16 @@ pub enum IpvsScheduler {
     Mh,
 }
 
+/// How mode userspace chooses an endpoint for a new connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum UserspaceScheduler {
+    /// One after the other.
+    Rr,
+    /// The one with the fewest open connections of this node.
+    Lc,
+}
+
 /// What an agent does when somebody else changed its kernel state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum DriftPolicy {
@@ -194,6 +204,9 @@ impl NetworkCidr {
     validation = Rule::new("!has(self.mode) || !has(self.nftables) || self.mode == 'nftables' || (has(self.fallbackModes) && 'nftables' in self.fallbackModes)")
         .message("proxy.nftables may only be set with mode nftables or with nftables in fallbackModes")
         .field_path(".nftables"),
+    validation = Rule::new("!has(self.mode) || !has(self.userspace) || self.mode == 'userspace' || (has(self.fallbackModes) && 'userspace' in self.fallbackModes)")
+        .message("proxy.userspace may only be set with mode userspace or with userspace in fallbackModes")
+        .field_path(".userspace"),
     validation = Rule::new("!has(self.mode) || !has(self.fallbackModes) || !(self.mode in self.fallbackModes)")
         .message("fallbackModes must not contain the mode itself")
         .field_path(".fallbackModes"),
@@ -241,6 +254,9 @@ pub struct ProxySettings {
     /// Settings of mode ipvs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipvs: Option<Ipvs>,
+    /// Settings of mode userspace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub userspace: Option<Userspace>,
     /// Kernel connection tracking.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub conntrack: Option<Conntrack>,
@@ -374,6 +390,16 @@ pub struct Ipvs {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 86400))]
     pub udp_timeout_seconds: Option<i32>,
+}
+
+/// Settings of mode userspace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Userspace {
+    /// How an endpoint is chosen for a new connection: rr one after the other, lc the one with the fewest connections of this
+    /// node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scheduler: Option<UserspaceScheduler>,
 }
 
 /// Kernel connection tracking. A 0 leaves the kernel's value.

@@ -1,0 +1,140 @@
+//! Through sockets on loopback.
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use super::*;
+
+const PATIENCE: Patience = Patience { open: Duration::from_secs(30), half_closed: Duration::from_secs(30) };
+
+async fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+    (near.unwrap(), far.unwrap().0)
+}
+
+/// A client, a server, and the relay between them.
+async fn relayed(patience: Patience) -> (TcpStream, TcpStream, JoinHandle<Ended>, Bytes) {
+    let (client, left) = pair().await;
+    let (server, right) = pair().await;
+    let bytes = Bytes::default();
+    let counters = bytes.clone();
+    let task = tokio::spawn(async move {
+        let ended = relay(&left, &right, patience, &counters).await;
+        if !matches!(ended, Ended::Well) {
+            let _ = (left.set_zero_linger(), right.set_zero_linger());
+        }
+        ended
+    });
+    (client, server, task, bytes)
+}
+
+fn pattern(length: usize) -> Vec<u8> {
+    (0..length).map(|index| u8::try_from(index * 7 % 251).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn each_side_may_finish_first_and_still_gets_all_of_the_other() {
+    let (mut client, mut server, task, bytes) = relayed(PATIENCE).await;
+    client.write_all(b"question").await.unwrap();
+    client.shutdown().await.unwrap();
+    let mut question = String::new();
+    server.read_to_string(&mut question).await.unwrap();
+    assert_eq!(question, "question");
+    server.write_all(b"a long answer").await.unwrap();
+    drop(server);
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    assert_eq!(answer, "a long answer");
+    assert!(matches!(task.await.unwrap(), Ended::Well));
+    assert_eq!((bytes.to_endpoint.get(), bytes.to_client.get()), (8, 13));
+}
+
+#[tokio::test]
+async fn bulk_goes_through_a_pipe_unharmed_in_both_directions_at_once() {
+    let (client, server, task, bytes) = relayed(PATIENCE).await;
+    let size = 20 << 20;
+    let exchange = |stream: TcpStream| async move {
+        let (mut read, mut write) = stream.into_split();
+        let writer = tokio::spawn(async move {
+            write.write_all(&pattern(size)).await.unwrap();
+            write.shutdown().await.unwrap();
+        });
+        let mut got = Vec::new();
+        read.read_to_end(&mut got).await.unwrap();
+        writer.await.unwrap();
+        assert!(got == pattern(size));
+    };
+    tokio::join!(exchange(client), exchange(server));
+    assert!(matches!(task.await.unwrap(), Ended::Well));
+    assert_eq!((bytes.to_endpoint.get(), bytes.to_client.get()), (size as u64, size as u64));
+}
+
+#[tokio::test]
+async fn a_reader_that_does_not_read_stops_the_writer() {
+    let (client, mut server, _task, bytes) = relayed(PATIENCE).await;
+    let writing = tokio::spawn(async move {
+        let mut client = client;
+        client.write_all(&pattern(64 << 20)).await.unwrap();
+        client.shutdown().await.unwrap();
+        client
+    });
+    let mut before = u64::MAX;
+    while bytes.to_endpoint.get() != before {
+        before = bytes.to_endpoint.get();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert!(!writing.is_finished());
+    assert!(before < 32 << 20, "{before}: only what sockets hold");
+    let mut got = Vec::new();
+    server.read_to_end(&mut got).await.unwrap();
+    assert!(got == pattern(64 << 20));
+    writing.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_reset_is_passed_on_and_never_looks_like_an_end() {
+    let (mut client, mut server, task, _) = relayed(PATIENCE).await;
+    server.write_all(b"half of the ans").await.unwrap();
+    let mut buffer = [0; 15];
+    client.read_exact(&mut buffer).await.unwrap();
+    server.set_zero_linger().unwrap();
+    drop(server);
+    assert!(matches!(task.await.unwrap(), Ended::Broken(_)));
+    assert_eq!(client.read(&mut buffer).await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn an_endpoint_that_goes_before_anything_was_said_is_told_apart() {
+    let (_client, server, task, _) = relayed(PATIENCE).await;
+    server.set_zero_linger().unwrap();
+    drop(server);
+    assert!(matches!(task.await.unwrap(), Ended::Unused(_)));
+    // A client that goes is no reason to look for another endpoint.
+    let (client, _server, task, _) = relayed(PATIENCE).await;
+    client.set_zero_linger().unwrap();
+    drop(client);
+    assert!(matches!(task.await.unwrap(), Ended::Broken(_)));
+}
+
+#[tokio::test]
+async fn a_silent_connection_ends_and_sooner_if_one_side_has_finished() {
+    let patience = Patience { open: Duration::from_millis(600), half_closed: Duration::from_millis(100) };
+    let (mut client, mut server, task, _) = relayed(patience).await;
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        client.write_all(b"x").await.unwrap();
+        server.read_u8().await.unwrap();
+    }
+    assert!(!task.is_finished(), "it was not silent for long enough");
+    let begun = Instant::now();
+    assert!(matches!(timeout(Duration::from_secs(5), task).await.unwrap().unwrap(), Ended::Silent));
+    assert!(begun.elapsed() > Duration::from_millis(400));
+    let (mut client, _server, task, _) = relayed(patience).await;
+    client.shutdown().await.unwrap();
+    let begun = Instant::now();
+    assert!(matches!(timeout(Duration::from_secs(5), task).await.unwrap().unwrap(), Ended::Silent));
+    assert!(begun.elapsed() < Duration::from_millis(500));
+}
