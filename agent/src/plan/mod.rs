@@ -27,7 +27,7 @@ use claims::Claims;
 pub use health::HealthCheck;
 pub use node::{LocalTraffic, NodePlan, NodePorts};
 pub use port::{Backend, NoLocal, PortId, PortPlan, Sources, Target};
-pub use route::{Hop, Packet, Verdict};
+pub use route::{Entrance, Hop, Packet, Verdict};
 
 /// What changed in a plan.
 #[derive(Clone, Debug, Default)]

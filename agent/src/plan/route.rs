@@ -56,6 +56,26 @@ pub enum Verdict {
     Drop,
 }
 
+/// By which kind of frontend a packet came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Entrance {
+    /// The ClusterIP.
+    Internal,
+    /// An external IP, an address of a load balancer, or a NodePort.
+    External,
+}
+
+impl PortPlan {
+    /// Where a packet goes that came to one of this port's frontends and, if that is a load balancer's, may use it.
+    #[must_use]
+    pub fn route(&self, node: &NodePlan, entrance: Entrance, packet: &Packet) -> Verdict {
+        match entrance {
+            Entrance::Internal => internal(self, node, packet),
+            Entrance::External => external(self, node, packet),
+        }
+    }
+}
+
 impl Plan {
     /// Where a packet goes.
     #[must_use]

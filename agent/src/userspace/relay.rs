@@ -62,7 +62,8 @@ pub enum Ended {
 }
 
 /// What both directions of a connection share.
-struct Shared {
+struct Shared<'a> {
+    begun: &'a (dyn Fn() + Send + Sync),
     start: Instant,
     /// Milliseconds after `start` at which the last bytes moved.
     last: AtomicU64,
@@ -71,9 +72,11 @@ struct Shared {
     finished: Notify,
 }
 
-impl Shared {
+impl Shared<'_> {
     fn moved(&self) {
-        self.moved.store(true, Ordering::Relaxed);
+        if !self.moved.swap(true, Ordering::Relaxed) {
+            (self.begun)();
+        }
         self.touch();
     }
 
@@ -111,8 +114,16 @@ enum Stopped {
 
 /// Passes bytes until both sides have finished. If it does not end well, both streams must be reset, or a client would take what it got
 /// for everything.
-pub async fn relay(client: &TcpStream, endpoint: &TcpStream, patience: Patience, bytes: &Bytes) -> Ended {
+/// `begun` is called when the first bytes go in either direction.
+pub async fn relay(
+    client: &TcpStream,
+    endpoint: &TcpStream,
+    patience: Patience,
+    bytes: &Bytes,
+    begun: &(dyn Fn() + Send + Sync),
+) -> Ended {
     let shared = Shared {
+        begun,
         start: Instant::now(),
         last: AtomicU64::new(0),
         moved: AtomicBool::new(false),
@@ -142,7 +153,12 @@ pub async fn relay(client: &TcpStream, endpoint: &TcpStream, patience: Patience,
 }
 
 /// One direction, until its source has finished.
-async fn pump(from: &TcpStream, to: &TcpStream, shared: &Shared, counter: &Counter) -> Result<(), Stopped> {
+async fn pump(
+    from: &TcpStream,
+    to: &TcpStream,
+    shared: &Shared<'_>,
+    counter: &Counter,
+) -> Result<(), Stopped> {
     let mut total = 0;
     let mut may_splice = true;
     loop {
@@ -193,7 +209,7 @@ async fn copy(
     from: &TcpStream,
     to: &TcpStream,
     buffer: &mut [u8],
-    shared: &Shared,
+    shared: &Shared<'_>,
     counter: &Counter,
     enough: u64,
 ) -> Result<Copied, Stopped> {
@@ -241,7 +257,7 @@ impl Pipe {
         &self,
         from: &TcpStream,
         to: &TcpStream,
-        shared: &Shared,
+        shared: &Shared<'_>,
         counter: &Counter,
     ) -> Result<bool, Stopped> {
         let flags = SpliceFFlags::SPLICE_F_MOVE | SpliceFFlags::SPLICE_F_NONBLOCK;

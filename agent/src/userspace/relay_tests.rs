@@ -22,7 +22,7 @@ async fn relayed(patience: Patience) -> (TcpStream, TcpStream, JoinHandle<Ended>
     let bytes = Bytes::default();
     let counters = bytes.clone();
     let task = tokio::spawn(async move {
-        let ended = relay(&left, &right, patience, &counters).await;
+        let ended = relay(&left, &right, patience, &counters, &|| {}).await;
         if !matches!(ended, Ended::Well) {
             let _ = (left.set_zero_linger(), right.set_zero_linger());
         }

@@ -1,0 +1,252 @@
+//! TCP: accepts connections, finds out where the client wanted to go, and reaches an endpoint for it.
+//!
+//! In: connections that rules have led here, or that came to a port of localhost. Out: the same connections, at endpoints.
+//!
+//! An endpoint that refuses, does not answer within [`CONNECT`], or ends the connection before a byte was said is replaced by the next
+//! one, and the client does not notice. If no endpoint can be reached, or a connection breaks, the client gets a reset.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tracing::debug;
+
+use super::counters::Failure;
+use super::port::{Choice, ServicePort, Visitor};
+use super::relay::{Ended, relay};
+use super::shared::Shared;
+use crate::plan::Entrance;
+
+/// An endpoint has so long to answer. A lost SYN is sent again after one second.
+const CONNECT: Duration = Duration::from_secs(2);
+/// So many endpoints are tried for one client.
+const ATTEMPTS: usize = 5;
+/// Clients that wait to be accepted. The kernel's `somaxconn` may be less.
+const BACKLOG: u32 = 4096;
+/// When no connection can be accepted, for want of file descriptors, trying at once would only burn the processor.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The frontends of a family, by what clients send to.
+#[derive(Debug, Default)]
+pub struct Frontends(RwLock<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    addresses: HashMap<SocketAddr, (Entrance, Arc<ServicePort>)>,
+    node_ports: HashMap<u16, Arc<ServicePort>>,
+}
+
+impl Frontends {
+    /// Leads addresses and a NodePort to a Service port.
+    pub fn add(
+        &self,
+        port: &Arc<ServicePort>,
+        addresses: impl IntoIterator<Item = (SocketAddr, Entrance)>,
+        node_port: Option<u16>,
+    ) {
+        let mut table = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        for (address, entrance) in addresses {
+            table.addresses.insert(address, (entrance, Arc::clone(port)));
+        }
+        if let Some(number) = node_port {
+            table.node_ports.insert(number, Arc::clone(port));
+        }
+    }
+
+    /// Removes what leads to a Service port.
+    pub fn remove(
+        &self,
+        port: &Arc<ServicePort>,
+        addresses: impl IntoIterator<Item = SocketAddr>,
+        node_port: Option<u16>,
+    ) {
+        let mut table = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        for address in addresses {
+            if table.addresses.get(&address).is_some_and(|(_, own)| Arc::ptr_eq(own, port)) {
+                table.addresses.remove(&address);
+            }
+        }
+        if let Some(number) = node_port
+            && table.node_ports.get(&number).is_some_and(|own| Arc::ptr_eq(own, port))
+        {
+            table.node_ports.remove(&number);
+        }
+    }
+
+    fn find(&self, frontend: SocketAddr) -> Option<(Entrance, Arc<ServicePort>)> {
+        let table = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let node_port = || Some((Entrance::External, Arc::clone(table.node_ports.get(&frontend.port())?)));
+        table.addresses.get(&frontend).cloned().or_else(node_port)
+    }
+}
+
+/// Whose connections a listener takes.
+#[derive(Clone, Debug)]
+pub enum Whose {
+    /// Those that rules have led here from one of these frontends.
+    Frontends(Arc<Frontends>),
+    /// Those of a NodePort that the listener itself stands at.
+    NodePort(Arc<ServicePort>),
+}
+
+/// A socket that takes connections until this is dropped. Connections go on after that.
+#[derive(Debug)]
+pub struct Listener {
+    /// Where it listens.
+    pub address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl Listener {
+    /// Listens; port 0 leaves the choice to the kernel.
+    pub fn open(address: SocketAddr, whose: Whose, shared: Arc<Shared>) -> io::Result<Self> {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.set_reuseaddr(true)?;
+        if address.is_ipv6() {
+            setsockopt(&socket, sockopt::Ipv6V6Only, &true)?;
+        }
+        socket.bind(address)?;
+        let socket = socket.listen(BACKLOG)?;
+        let address = socket.local_addr()?;
+        Ok(Self { address, task: tokio::spawn(accept(socket, whose, shared)) })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn accept(socket: TcpListener, whose: Whose, shared: Arc<Shared>) {
+    while let Some(permit) = shared.connection().await {
+        match socket.accept().await {
+            Ok((client, peer)) => {
+                let peer = plain(peer.ip(), peer.port());
+                tokio::spawn(serve(client, peer, whose.clone(), Arc::clone(&shared), permit));
+            }
+            Err(error) => {
+                debug!("no connection is accepted: {error}");
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn serve(
+    client: TcpStream,
+    peer: SocketAddr,
+    whose: Whose,
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+) {
+    let found = match &whose {
+        Whose::Frontends(frontends) => original(&client)
+            .and_then(|frontend| frontends.find(frontend).map(|(entrance, port)| (frontend, entrance, port))),
+        Whose::NodePort(port) => {
+            client.local_addr().ok().map(|frontend| (frontend, Entrance::External, Arc::clone(port)))
+        }
+    };
+    // Whoever knocks at the listener itself is nobody's client.
+    let Some((frontend, entrance, port)) = found else { return reset(&client) };
+    port.counters.connections.inc();
+    prepare(&client);
+    let visitor = Visitor { client: peer, frontend, entrance };
+    let well = tokio::select! {
+        well = converse(&client, &visitor, &port) => well,
+        () = shared.end() => false,
+    };
+    if !well {
+        reset(&client);
+    }
+    drop(permit);
+}
+
+/// Leads a client to an endpoint, and returns whether all went well.
+async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>) -> bool {
+    let mut tried = Vec::new();
+    while tried.len() < ATTEMPTS {
+        let Choice::Endpoint(address) = port.choose(visitor, &tried, Instant::now()) else { break };
+        tried.push(address);
+        let visit = port.open(address);
+        let endpoint = match timeout(CONNECT, TcpStream::connect(address)).await {
+            Ok(Ok(endpoint)) => endpoint,
+            Ok(Err(error)) => {
+                debug!(endpoint = %address, "not reached: {error}");
+                port.failed(address, Failure::Refused, Instant::now());
+                continue;
+            }
+            Err(_) => {
+                port.failed(address, Failure::TimedOut, Instant::now());
+                continue;
+            }
+        };
+        prepare(&endpoint);
+        // Not before: one that accepts and leaves at once is no better than one that refuses.
+        let begun = || port.succeeded(visitor.client, address, Instant::now());
+        let patience = port.setting().connection;
+        let ended = relay(client, &endpoint, patience, &port.counters.bytes, &begun).await;
+        drop(visit);
+        match ended {
+            Ended::Well => return true,
+            Ended::Unused(error) => {
+                debug!(endpoint = %address, "it was left before anything was said: {error}");
+                port.failed(address, Failure::Closed, Instant::now());
+            }
+            Ended::Broken(error) => {
+                debug!(endpoint = %address, client = %visitor.client, "broken off: {error}");
+                port.counters.failed(Failure::Broken);
+                reset(&endpoint);
+                return false;
+            }
+            Ended::Silent => {
+                port.counters.failed(Failure::TimedOut);
+                reset(&endpoint);
+                return false;
+            }
+        }
+    }
+    port.counters.failed(Failure::Exhausted);
+    false
+}
+
+/// The other side learns that this was no regular end.
+fn reset(stream: &TcpStream) {
+    if let Err(error) = stream.set_zero_linger() {
+        debug!("a connection cannot be reset: {error}");
+    }
+}
+
+/// Small messages are not held back; who has vanished is noticed after two hours, as the kernel's default is.
+fn prepare(stream: &TcpStream) {
+    let _ = stream.set_nodelay(true);
+    let _ = setsockopt(stream, sockopt::KeepAlive, &true);
+}
+
+/// Without what else an IPv6 address may carry: addresses are compared.
+fn plain(address: IpAddr, port: u16) -> SocketAddr {
+    SocketAddr::new(address, port)
+}
+
+/// Where the client sent its first packet to, before the kernel translated that.
+fn original(client: &TcpStream) -> Option<SocketAddr> {
+    if client.local_addr().ok()?.is_ipv4() {
+        let found = getsockopt(client, sockopt::OriginalDst).ok()?;
+        let address = u32::from_be(found.sin_addr.s_addr);
+        Some(plain(std::net::Ipv4Addr::from(address).into(), u16::from_be(found.sin_port)))
+    } else {
+        let found = getsockopt(client, sockopt::Ip6tOriginalDst).ok()?;
+        Some(plain(found.sin6_addr.s6_addr.into(), u16::from_be(found.sin6_port)))
+    }
+}
+
+#[cfg(test)]
+#[path = "tcp_tests.rs"]
+mod tests;
