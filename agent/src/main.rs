@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
 use pointsman_agent::config::checkpoint::Checkpoint;
 use pointsman_agent::iptables::{self, Connections, Tools};
-use pointsman_agent::{admin, init, logging, nftables, run};
+use pointsman_agent::{admin, init, logging, nftables, run, userspace};
 use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
@@ -191,9 +191,12 @@ async fn clean(directories: &Directories) -> anyhow::Result<()> {
             Err(problem) => info!("{problem}"),
         }
     }
-    match nftables::cleanup(&[IpFamily::IPv4, IpFamily::IPv6]).await {
-        Ok(()) => info!("no table of ours is left"),
-        Err(problem) => problems.push(problem.to_string()),
+    let families = [IpFamily::IPv4, IpFamily::IPv6];
+    for removed in [nftables::cleanup(&families).await, userspace::cleanup(&families).await] {
+        match removed {
+            Ok(()) => info!("no table of ours is left"),
+            Err(problem) => problems.push(problem.to_string()),
+        }
     }
     if tools_found == 0 {
         problems.push("no iptables tools are installed, so nothing can be removed".to_owned());

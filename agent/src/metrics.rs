@@ -27,6 +27,7 @@ use crate::conntrack::Report;
 use crate::healthcheck::Checks;
 use crate::kernel::{SyncFailure, Synced};
 use crate::state::{SyncState, Watches};
+use crate::userspace::counters::Counters;
 
 pub use client::ClientMetrics;
 use process::ProcessMetrics;
@@ -131,6 +132,8 @@ pub struct Metrics {
     registry: Registry,
     /// Requests to the API server.
     pub client: ClientMetrics,
+    /// What mode userspace counts.
+    pub userspace: Counters,
     process: ProcessMetrics,
     slis: Slis,
     sync_duration: Durations,
@@ -188,6 +191,7 @@ impl Default for Metrics {
         let mut metrics = Self {
             registry: Registry::default(),
             client: ClientMetrics::default(),
+            userspace: Counters::default(),
             process: ProcessMetrics::default(),
             slis: Slis::default(),
             sync_duration: Family::new_with_constructor(sync_histogram),
@@ -232,6 +236,7 @@ impl Default for Metrics {
         metrics.register_proxy();
         metrics.register_own();
         metrics.client.register(&mut metrics.registry);
+        metrics.userspace.register(&mut metrics.registry);
         metrics.process.register(&mut metrics.registry);
         metrics.build.get_or_create(&BuildLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
         metrics

@@ -131,7 +131,11 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
         objects: objects.clone(),
     };
     let (stop, stopped) = oneshot::channel();
-    let engine = Engine::new(sync::node::Node::new(&options.sysctl_directory), outside, kept);
+    let engine = Engine::new(
+        sync::node::Node::new(&options.sysctl_directory, metrics.userspace.clone()),
+        outside,
+        kept,
+    );
     let mut engine = tokio::spawn(engine.run(queue, stopped));
 
     let mut tasks = JoinSet::new();

@@ -17,6 +17,7 @@ mod trial;
 mod write;
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -26,7 +27,7 @@ use crate::config::{Assessment, Rejection};
 use crate::conntrack::{Job, Report};
 use crate::kernel::{Reach, SyncError, Synced};
 use crate::model::{Change, NodeFacts};
-use crate::plan::{Changes, Plan};
+use crate::plan::{Changes, Plan, PortId, PortPlan};
 use crate::state::Source;
 use crate::sysctl::Settings;
 
@@ -70,6 +71,17 @@ pub trait Dataplane: Send + 'static {
 
     /// Writes what the last [`Dataplane::verify`] has found to differ, and nothing else.
     fn repair(&mut self, plan: &Plan) -> impl Future<Output = Vec<SyncError>> + Send;
+
+    /// Where UDP and SCTP flows of a Service port may lead, as connection tracking sees it: its endpoints, unless somebody takes the
+    /// flows for them.
+    fn flow_endpoints(&self, _: &PortId, port: &PortPlan) -> Vec<SocketAddr> {
+        port.serving_sockets()
+    }
+
+    /// The agent is about to end, and the kernel stays as it is. What ends with the agent may be brought to an end in a few seconds.
+    fn stop(&mut self) -> impl Future<Output = ()> + Send {
+        std::future::ready(())
+    }
 
     /// Packets dropped because connection tracking calls them invalid, by family, as far as this mode counts them; from zero again
     /// when the rule is written anew.

@@ -16,7 +16,7 @@ use crate::names::CONFIG_MAX_BYTES;
 use crate::proxy_configuration::Drift;
 use crate::settings::{
     Cidr, DetectLocal, DetectLocalMode, IpFamilyPolicy, IptablesBackend, IpvsScheduler, LogLevel, Mode,
-    NetworkCidr, NodePortAddress, ProxySettings, UserspaceScheduler,
+    NetworkCidr, NodePortAddress, ProxySettings, Userspace, UserspaceScheduler,
 };
 
 /// `apiVersion` of the node configuration that this build reads and writes.
@@ -340,13 +340,7 @@ impl NodeProxyConfiguration {
                 udp_timeout_seconds: whole("ipvs.udpTimeoutSeconds", ipvs.udp_timeout_seconds, 0),
                 exclude_cidrs: parse_cidrs(&ipvs.exclude_cidrs.unwrap_or_default(), &mut faults),
             },
-            userspace: NodeUserspace {
-                scheduler: settings
-                    .userspace
-                    .as_ref()
-                    .and_then(|userspace| userspace.scheduler)
-                    .unwrap_or(UserspaceScheduler::Rr),
-            },
+            userspace: complete_userspace(settings.userspace.as_ref()),
             detect_local: complete_detect_local(settings.detect_local.as_ref(), &mut faults),
             metrics_bind_address: settings
                 .metrics_bind_address
@@ -509,6 +503,11 @@ fn is_label_value(value: &str) -> bool {
 fn is_interface_name(name: &str) -> bool {
     (1..=15).contains(&name.len())
         && name.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '/' | '+' | '"' | '\\'))
+}
+
+fn complete_userspace(userspace: Option<&Userspace>) -> NodeUserspace {
+    let scheduler = userspace.and_then(|userspace| userspace.scheduler);
+    NodeUserspace { scheduler: scheduler.unwrap_or(UserspaceScheduler::Rr) }
 }
 
 fn complete_detect_local(detect: Option<&DetectLocal>, faults: &mut Vec<String>) -> NodeDetectLocal {

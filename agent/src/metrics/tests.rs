@@ -1,8 +1,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
-use crate::plan::{HealthCheck, NoLocal};
+use crate::plan::{HealthCheck, NoLocal, PortId};
 use crate::state::{FamilyState, Source, WatchState};
+use crate::userspace::counters::Failure;
 
 const FAMILY: IpFamily = IpFamily::IPv4;
 
@@ -27,9 +28,17 @@ fn eventful() -> Metrics {
     metrics.answered_healthz(200);
     metrics.answered_livez(503);
     metrics.listening("healthz", true);
+    let proxied = metrics.userspace.of(&port_id());
+    proxied.connections.inc();
+    proxied.failed(Failure::Refused);
     metrics.client.answered("10.0.0.1:6443", &http::Method::GET, Some(200), Duration::from_millis(30));
     metrics.client.answered("10.0.0.1:6443", &http::Method::PATCH, None, Duration::from_secs(10));
     metrics
+}
+
+fn port_id() -> PortId {
+    let service = crate::model::ObjectName::new("ns", "web");
+    PortId { service, family: FAMILY, port: "http".into(), protocol: crate::model::Protocol::Tcp }
 }
 
 fn state() -> SyncState {
@@ -80,6 +89,8 @@ async fn names_are_the_ones_that_dashboards_know() {
         "pointsman_ready 1",
         "pointsman_health_check_ports{state=\"open\"} 0",
         "pointsman_config_info{mode=\"\",assigned=\"\",active=\"default-0123456789\"} 1",
+        "pointsman_userspace_connections_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\"} 1",
+        "pointsman_userspace_failures_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\",reason=\"refused\"} 1",
         "rest_client_requests_total{code=\"200\",host=\"10.0.0.1:6443\",method=\"GET\"} 1",
         "rest_client_requests_total{code=\"<error>\",host=\"10.0.0.1:6443\",method=\"PATCH\"} 1",
         "rest_client_request_duration_seconds_bucket{host=\"10.0.0.1:6443\",verb=\"GET\",le=\"0.1\"} 1",
@@ -87,6 +98,8 @@ async fn names_are_the_ones_that_dashboards_know() {
         assert!(text.lines().any(|it| it == line), "{line} is not in\n{text}");
     }
     assert!(!text.contains("_total_total"), "{text}");
+    metrics.userspace.of(&port_id()).forget();
+    assert!(!render(&metrics, &state()).contains("ns/web"), "a Service that is gone leaves no series");
     metrics.drained();
     assert!(render(&metrics, &state()).contains("service_changes_pending 0"));
 }

@@ -5,13 +5,15 @@
 
 use std::sync::Arc;
 
+use nix::errno::Errno;
+use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 
 use super::connection::Connection;
 use super::error::Error;
 use super::read::Installed;
-use super::ruleset::{Table, Transaction};
+use super::ruleset::{Operation, Origin, Table, Transaction};
 
 /// Writes and reads tables, one request after the other.
 pub struct Client {
@@ -61,4 +63,39 @@ impl Client {
         let task = spawn_blocking(move || work(&mut connection));
         task.await.map_err(|error| Error::Ended(error.to_string()))?
     }
+}
+
+/// Which of these families have such a table in the network namespace of this thread.
+pub async fn installed(families: &[IpFamily], table: fn(IpFamily) -> Table) -> Result<Vec<IpFamily>, Error> {
+    let mut client = Client::open()?;
+    let mut found = Vec::new();
+    for family in families {
+        let there = match client.exists(&table(*family)).await {
+            // A kernel without nf_tables, or without the family, has no table.
+            Err(Error::NotListed {
+                errno: Errno::EINVAL | Errno::EAFNOSUPPORT | Errno::EOPNOTSUPP, ..
+            }) => false,
+            answer => answer?,
+        };
+        if there {
+            found.push(*family);
+        }
+    }
+    Ok(found)
+}
+
+/// Removes such tables of these families. What is not there is no error.
+pub async fn remove(families: &[IpFamily], table: fn(IpFamily) -> Table) -> Result<(), (IpFamily, Error)> {
+    for family in families {
+        let remove = async {
+            if installed(&[*family], table).await?.is_empty() {
+                return Ok(());
+            }
+            let mut transaction = Transaction::default();
+            transaction.push(Operation::DeleteTable, Origin::NONE);
+            Client::open()?.apply(&table(*family), Arc::new(transaction)).await
+        };
+        remove.await.map_err(|error| (*family, error))?;
+    }
+    Ok(())
 }

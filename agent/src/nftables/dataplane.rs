@@ -12,11 +12,10 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
-use nix::errno::Errno;
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
-use super::client::Client;
+use super::client::{self, Client};
 use super::compare::{Repair, compare};
 use super::error::Error;
 use super::layout::{self, Limit, State, table};
@@ -334,7 +333,8 @@ fn elements(transaction: &Transaction) -> (usize, usize) {
     (added, deleted)
 }
 
-fn failed(family: IpFamily, error: &Error) -> SyncError {
+/// A failure in words.
+pub(crate) fn failed(family: IpFamily, error: &Error) -> SyncError {
     let failure = match error {
         Error::Refused(_) | Error::RefusedWhole(_) => SyncFailure::RestoreFailed,
         _ => SyncFailure::SyncFailed,
@@ -344,31 +344,10 @@ fn failed(family: IpFamily, error: &Error) -> SyncError {
 
 /// Which of these families have a table of ours in the network namespace of this thread.
 pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
-    let mut client = Client::open()?;
-    let mut found = Vec::new();
-    for family in families {
-        let there = match client.exists(&table(*family)).await {
-            // A kernel without nf_tables, or without the family, has no table.
-            Err(Error::NotListed {
-                errno: Errno::EINVAL | Errno::EAFNOSUPPORT | Errno::EOPNOTSUPP, ..
-            }) => false,
-            answer => answer?,
-        };
-        if there {
-            found.push(*family);
-        }
-    }
-    Ok(found)
+    client::installed(families, table).await
 }
 
 /// Removes our tables of these families. Touches nothing else; what is not there is no error.
 pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
-    let first = families.first().copied().unwrap_or(IpFamily::IPv4);
-    for family in installed(families).await.map_err(|error| failed(first, &error))? {
-        let mut client = Client::open().map_err(|error| failed(family, &error))?;
-        let mut transaction = Transaction::default();
-        transaction.push(Operation::DeleteTable, Origin::NONE);
-        client.apply(&table(family), Arc::new(transaction)).await.map_err(|error| failed(family, &error))?;
-    }
-    Ok(())
+    client::remove(families, table).await.map_err(|(family, error)| failed(family, &error))
 }

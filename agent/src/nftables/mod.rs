@@ -23,4 +23,5 @@ pub mod text;
 pub mod watch;
 pub mod wire;
 
+pub(crate) use dataplane::failed;
 pub use dataplane::{Dataplane, cleanup, installed};

@@ -2,7 +2,7 @@
 //!
 //! In: a Service, its endpoints, the node. Out: [`PortPlan`].
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use ipnet::IpNet;
@@ -141,6 +141,12 @@ impl PortPlan {
             internal: usize::from(self.internal == Target::Drop),
             external: usize::from(self.external_local && self.external == Target::Drop),
         }
+    }
+
+    /// Where flows may lead: the endpoints that answer.
+    #[must_use]
+    pub fn serving_sockets(&self) -> Vec<SocketAddr> {
+        self.serving.iter().map(|backend| SocketAddr::new(backend.address, backend.port)).collect()
     }
 
     /// How many endpoints it uses.

@@ -162,7 +162,12 @@ impl<P: Platform> Engine<P> {
             tokio::select! {
                 // Stopping comes first, then what is overdue; otherwise a busy cluster would keep the kernel waiting.
                 biased;
-                _ = &mut stop => return,
+                _ = &mut stop => {
+                    if let Some(running) = self.running.as_mut() {
+                        running.dataplane.stop().await;
+                    }
+                    return;
+                }
                 () = sleep_until(wake) => self.turn().await,
                 () = self.foreign_change() => self.schedule.noticed(),
                 received = inputs.recv_many(&mut batch, BATCH) => {

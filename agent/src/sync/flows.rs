@@ -30,7 +30,14 @@ impl Flows {
     }
 
     /// Follows the plan after it was written. `changed` are its ports that are not the same as at the last call.
-    pub(super) fn follow(&mut self, plan: &Plan, model: &Model, changed: &BTreeSet<PortId>) {
+    /// `endpoints` says where the flows of a port may lead.
+    pub(super) fn follow(
+        &mut self,
+        plan: &Plan,
+        model: &Model,
+        changed: &BTreeSet<PortId>,
+        endpoints: impl Fn(&PortId, &PortPlan) -> Vec<SocketAddr>,
+    ) {
         for family in plan.families() {
             let own =
                 model.local_addresses().iter().copied().filter(|address| family_of(*address) == *family);
@@ -56,9 +63,7 @@ impl Flows {
         }
         for id in changed {
             let Some(port) = plan.port(id) else { continue };
-            let endpoints = Endpoints::new(
-                port.serving.iter().map(|backend| SocketAddr::new(backend.address, backend.port)),
-            );
+            let endpoints = Endpoints::new(endpoints(id, port));
             for target in self.targets.get(id).cloned().unwrap_or_default() {
                 self.reconciler(id.family).set(target, endpoints.clone());
             }

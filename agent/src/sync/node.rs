@@ -3,7 +3,9 @@
 //! In: the configuration and the own Node. Out: a data plane, or the reason why this node cannot run what it is told to.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -18,26 +20,31 @@ use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::nftables;
-use crate::plan::{Changes, Plan};
+use crate::plan::{Changes, Plan, PortId, PortPlan};
 use crate::sysctl::{self, Settings, Sysctls, Write};
 use crate::takeover::{self, Left, TakeoverError};
+use crate::userspace;
+use crate::userspace::counters::Counters;
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// Modes that this build can run.
-pub const MODES: [Mode; 2] = [Mode::Nftables, Mode::Iptables];
+pub const MODES: [Mode; 3] = [Mode::Nftables, Mode::Iptables, Mode::Userspace];
+/// When the agent stops, proxied connections get this long to end. The kubelet waits for ten seconds.
+const LAST_CONNECTIONS: Duration = Duration::from_secs(4);
 
 /// The node that this process runs on.
 #[derive(Debug)]
 pub struct Node {
     sysctls: Sysctls,
+    counters: Counters,
 }
 
 impl Node {
-    /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`.
+    /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`. A proxy counts what it does in `counters`.
     #[must_use]
-    pub fn new(sysctls: &Path) -> Self {
-        Self { sysctls: Sysctls::new(sysctls) }
+    pub fn new(sysctls: &Path, counters: Counters) -> Self {
+        Self { sysctls: Sysctls::new(sysctls), counters }
     }
 }
 
@@ -47,6 +54,8 @@ pub enum Dataplane {
     Iptables(iptables::Dataplane),
     /// Mode nftables.
     Nftables(nftables::Dataplane),
+    /// Mode userspace.
+    Userspace(userspace::Dataplane),
 }
 
 impl Dataplane {
@@ -56,6 +65,7 @@ impl Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.families(),
             Self::Nftables(nftables) => nftables.families(),
+            Self::Userspace(userspace) => userspace.families(),
         }
     }
 }
@@ -71,11 +81,11 @@ impl Platform for Node {
         let families = choose_families(config.ip_family_policy, node, kernel_has_ipv6())?;
         let mut refused: Vec<Rejection> = Vec::new();
         for mode in [config.mode].iter().chain(&config.fallback_modes).copied() {
-            match open_mode(mode, config, &families).await {
+            match open_mode(mode, config, &families, &self.counters).await {
                 Ok(dataplane) => {
                     let iptables_version = match &dataplane {
                         Dataplane::Iptables(iptables) => Some(iptables.tools().version().to_owned()),
-                        Dataplane::Nftables(_) => None,
+                        Dataplane::Nftables(_) | Dataplane::Userspace(_) => None,
                     };
                     let leftovers = leftovers(&dataplane).await;
                     let fallback = fallback(mode, &refused);
@@ -95,7 +105,8 @@ impl Platform for Node {
                 (Dataplane::Iptables(old), Dataplane::Iptables(new)) => {
                     old.tools().flavour() == new.tools().flavour()
                 }
-                (Dataplane::Nftables(_), Dataplane::Nftables(_)) => true,
+                (Dataplane::Nftables(_), Dataplane::Nftables(_))
+                | (Dataplane::Userspace(_), Dataplane::Userspace(_)) => true,
                 _ => false,
             };
             if taken_over && served {
@@ -112,6 +123,10 @@ impl Platform for Node {
                     info!(?family, "removing the table of nftables that is not in use any more");
                     nftables::cleanup(&[*family]).await
                 }
+                Dataplane::Userspace(_) => {
+                    info!(?family, "removing the rules that lead to the proxy");
+                    userspace::cleanup(&[*family]).await
+                }
             };
             removed.map_err(|error| SyncError {
                 message: format!(
@@ -127,7 +142,7 @@ impl Platform for Node {
     async fn take_over(&mut self, new: &Self::Dataplane) -> Result<bool, SyncError> {
         let removed = match new {
             Dataplane::Iptables(iptables) => takeover::remove(Some(iptables.tools())).await,
-            Dataplane::Nftables(_) => {
+            Dataplane::Nftables(_) | Dataplane::Userspace(_) => {
                 let tools = Tools::detect(IptablesBackend::Auto).await.ok();
                 takeover::remove(tools.as_ref()).await
             }
@@ -179,6 +194,7 @@ async fn open_mode(
     mode: Mode,
     config: &NodeProxyConfiguration,
     families: &[IpFamily],
+    counters: &Counters,
 ) -> Result<Dataplane, Rejection> {
     match mode {
         Mode::Iptables => {
@@ -201,7 +217,11 @@ async fn open_mode(
             .await
             .map(Dataplane::Nftables)
             .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
-        Mode::Ipvs | Mode::Userspace => Err(Rejection {
+        Mode::Userspace => userspace::Dataplane::open(families, counters.clone())
+            .await
+            .map(Dataplane::Userspace)
+            .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
+        Mode::Ipvs => Err(Rejection {
             reason: "ModeUnsupported",
             message: format!("mode {mode} is not supported by this agent"),
         }),
@@ -216,10 +236,12 @@ async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
     let mut add = |tools: Tools, families: &[IpFamily]| {
         left.push(Dataplane::Iptables(iptables::Dataplane::new(tools, families)));
     };
-    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(|error| {
+    let unknown = |error| {
         info!("whether there are tables of ours is not known: {error}");
         Vec::new()
-    });
+    };
+    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(unknown);
+    let mut proxies = userspace::installed(&BOTH).await.unwrap_or_else(unknown);
     match dataplane {
         Dataplane::Iptables(iptables) => {
             let tools = iptables.tools();
@@ -232,8 +254,9 @@ async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
                 }
             }
         }
-        Dataplane::Nftables(_) => {
-            tables.retain(other);
+        Dataplane::Nftables(_) | Dataplane::Userspace(_) => {
+            let own = if matches!(dataplane, Dataplane::Nftables(_)) { &mut tables } else { &mut proxies };
+            own.retain(other);
             for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
                 let Ok(tools) = Tools::detect(backend).await else { continue };
                 if tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await {
@@ -246,6 +269,11 @@ async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
         && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
     {
         left.push(Dataplane::Nftables(nftables));
+    }
+    if !proxies.is_empty()
+        && let Ok(userspace) = userspace::Dataplane::leftover(&proxies)
+    {
+        left.push(Dataplane::Userspace(userspace));
     }
     left
 }
@@ -274,6 +302,7 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.sync(plan, changes).await,
             Self::Nftables(nftables) => nftables.sync(plan, changes).await,
+            Self::Userspace(userspace) => userspace.sync(plan, changes).await,
         }
     }
 
@@ -281,14 +310,29 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.changed().await,
             Self::Nftables(nftables) => nftables.changed().await,
+            Self::Userspace(userspace) => userspace.changed().await,
+        }
+    }
+
+    fn flow_endpoints(&self, id: &PortId, port: &PortPlan) -> Vec<SocketAddr> {
+        match self {
+            // Without an endpoint, flows to the proxy are to meet the rule that refuses them.
+            Self::Userspace(userspace) if !port.serving.is_empty() => userspace.flow_endpoints(id),
+            _ => port.serving_sockets(),
+        }
+    }
+
+    async fn stop(&mut self) {
+        if let Self::Userspace(userspace) = self {
+            userspace.stop(LAST_CONNECTIONS).await;
         }
     }
 
     async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
         match self {
             Self::Iptables(iptables) => iptables.invalid_dropped().await,
-            // The rule does not count.
-            Self::Nftables(_) => BTreeMap::new(),
+            // The rule does not count, and the proxy has none.
+            Self::Nftables(_) | Self::Userspace(_) => BTreeMap::new(),
         }
     }
 
@@ -296,6 +340,7 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.verify(plan, reach).await,
             Self::Nftables(nftables) => nftables.verify(plan).await,
+            Self::Userspace(userspace) => userspace.verify().await,
         }
     }
 
@@ -303,6 +348,7 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.repair(plan).await,
             Self::Nftables(nftables) => nftables.repair().await,
+            Self::Userspace(userspace) => userspace.repair().await,
         }
     }
 
@@ -310,6 +356,7 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.probe(plan).await,
             Self::Nftables(nftables) => nftables.probe().await,
+            Self::Userspace(userspace) => userspace.probe().await,
         }
     }
 }
@@ -363,14 +410,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_mode_that_this_build_does_not_have_is_refused_with_a_way_out() {
-        let rejection = open_mode(Mode::Ipvs, &sample(), &BOTH).await.err().unwrap();
+        let rejection = open_mode(Mode::Ipvs, &sample(), &BOTH, &Counters::default()).await.err().unwrap();
         assert_eq!(rejection.reason, "ModeUnsupported");
         let tool = Rejection { reason: "ToolMissing", message: "no iptables".to_owned() };
         let none = no_mode(&[rejection.clone(), tool]);
         assert_eq!(none.reason, "ModeUnsupported");
         assert_eq!(
             none.message,
-            "mode ipvs is not supported by this agent; no iptables; this agent has the modes nftables, iptables: add one that this node can run to fallbackModes"
+            "mode ipvs is not supported by this agent; no iptables; this agent has the modes nftables, iptables, userspace: add one that this node can run to fallbackModes"
         );
         assert_eq!(fallback(Mode::Iptables, &[]), None);
         assert_eq!(

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::DriftPolicy;
+use pointsman_crds::settings::{DriftPolicy, Mode};
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 
 use super::engine::Engine;
 use super::{Dataplane, Platform};
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
-use crate::plan::Changes;
+use crate::plan::{Changes, PortId, PortPlan};
 use crate::random;
 use crate::sysctl::Settings;
 
@@ -55,7 +55,8 @@ impl<P: Platform> Engine<P> {
         self.state.rules = synced.total_rules();
         self.outside.metrics.drained();
         if let Some(running) = &self.running {
-            self.flows.follow(&running.plan, &self.model, &changes.ports);
+            let endpoints = |id: &PortId, port: &PortPlan| running.dataplane.flow_endpoints(id, port);
+            self.flows.follow(&running.plan, &self.model, &changes.ports, endpoints);
         }
         self.adjust().await;
         self.end_stale_flows().await;
@@ -76,7 +77,9 @@ impl<P: Platform> Engine<P> {
     async fn adjust(&mut self) {
         let Some(running) = &self.running else { return };
         let localhost = running.plan.node(IpFamily::IPv4).is_some_and(|node| node.node_ports.localhost);
-        let settings = Settings { conntrack: running.plan.config().conntrack, route_localnet: localhost };
+        // A proxy listens there itself.
+        let route_localnet = localhost && self.state.mode != Some(Mode::Userspace);
+        let settings = Settings { conntrack: running.plan.config().conntrack, route_localnet };
         if self.settings.as_ref() == Some(&settings) {
             return;
         }

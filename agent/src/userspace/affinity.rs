@@ -92,7 +92,7 @@ mod tests {
         let (mut affinity, mut now) = (Affinity::default(), Instant::now());
         for _ in 0..5 {
             affinity.remember(client(1), endpoint(1), now);
-            now += TIMEOUT - Duration::from_millis(1);
+            now += Duration::from_millis(9_999);
             assert_eq!(affinity.find(client(1), TIMEOUT, now), Some(endpoint(1)));
         }
         now += Duration::from_millis(1);

@@ -47,12 +47,15 @@ pub enum Failure {
     Closed,
     /// It, or the client, broke off a connection that was in use.
     Broken,
+    /// A connection was silent for too long.
+    Silent,
     /// No endpoint could be reached: the client was turned away.
     Exhausted,
 }
 
 impl Failure {
-    const ALL: [Self; 5] = [Self::Refused, Self::TimedOut, Self::Closed, Self::Broken, Self::Exhausted];
+    const ALL: [Self; 6] =
+        [Self::Refused, Self::TimedOut, Self::Closed, Self::Broken, Self::Silent, Self::Exhausted];
 
     fn word(self) -> &'static str {
         match self {
@@ -60,6 +63,7 @@ impl Failure {
             Self::TimedOut => "timeout",
             Self::Closed => "closed",
             Self::Broken => "broken",
+            Self::Silent => "silent",
             Self::Exhausted => "exhausted",
         }
     }

@@ -3,7 +3,7 @@
 //! In: the port's plan, clients, and how attempts to reach endpoints went. Out: an endpoint for a client, or that it gets none. Which
 //! endpoints are allowed is what [`PortPlan::route`] says.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -147,7 +147,7 @@ impl ServicePort {
         self.state().plan.serving.iter().any(|backend| socket(backend) == endpoint)
     }
 
-    /// Chooses an endpoint that is none of `tried`.
+    /// Chooses an endpoint that is none of `tried`; the client stays with it if the Service says so.
     #[must_use]
     pub fn choose(&self, visitor: &Visitor, tried: &[SocketAddr], now: Instant) -> Choice {
         let mut state = self.state();
@@ -166,10 +166,18 @@ impl ServicePort {
                 among.contains(endpoint) && !tried.contains(endpoint) && balancer.is_fit(*endpoint, now)
             };
             if let Some(endpoint) = known.filter(usable) {
+                affinity.remember(visitor.client.ip(), endpoint, now);
                 return Choice::Endpoint(endpoint);
             }
         }
-        balancer.choose(setting.scheduler, &among, tried, now).map_or(Choice::Refuse, Choice::Endpoint)
+        let Some(endpoint) = balancer.choose(setting.scheduler, &among, tried, now) else {
+            return Choice::Refuse;
+        };
+        if plan.affinity.is_some() {
+            // At once: the client's next connection may already be waiting.
+            affinity.remember(visitor.client.ip(), endpoint, now);
+        }
+        Choice::Endpoint(endpoint)
     }
 
     /// A connection or flow to an endpoint begins. It counts as open until the [`Visit`] is dropped.
@@ -180,13 +188,10 @@ impl ServicePort {
         Visit { port: Arc::clone(self), endpoint }
     }
 
-    /// A client has reached an endpoint, and stays with it if the Service says so.
-    pub fn succeeded(&self, client: SocketAddr, endpoint: SocketAddr, now: Instant) {
+    /// An endpoint was reached.
+    pub fn succeeded(&self, endpoint: SocketAddr, now: Instant) {
         let mut state = self.state();
         state.balancer.succeeded(endpoint);
-        if state.plan.affinity.is_some() {
-            state.affinity.remember(client.ip(), endpoint, now);
-        }
         self.count_resting(&state, now);
     }
 
@@ -221,6 +226,19 @@ fn socket(backend: &Backend) -> SocketAddr {
     SocketAddr::new(backend.address, backend.port)
 }
 
+/// Whether an address is one of the node's own: from it, the node would send to itself. (Binding to it proves nothing where
+/// `ip_nonlocal_bind` is set.)
+fn is_local(address: IpAddr) -> bool {
+    let any: IpAddr =
+        if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
+        // Nothing is sent; port 9 discards.
+        socket.connect((address, 9))?;
+        socket.local_addr()
+    });
+    source.is_ok_and(|source| source.ip() == address)
+}
+
 /// The interface is not known: rules decide by it before, see [`super::steer`].
 fn packet(visitor: &Visitor, plan: &PortPlan, protocol: Protocol) -> Packet {
     let source = visitor.client.ip();
@@ -229,7 +247,7 @@ fn packet(visitor: &Visitor, plan: &PortPlan, protocol: Protocol) -> Packet {
     Packet {
         interface: None,
         source,
-        source_is_local: asks && UdpSocket::bind((source, 0)).is_ok(),
+        source_is_local: asks && is_local(source),
         destination: visitor.frontend.ip(),
         destination_is_local: false,
         protocol,

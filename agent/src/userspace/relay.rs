@@ -228,7 +228,7 @@ async fn copy(
             match to.try_write(rest) {
                 Ok(written) => rest = rest.get(written..).unwrap_or_default(),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    to.writable().await.map_err(Stopped::Sink)?
+                    to.writable().await.map_err(Stopped::Sink)?;
                 }
                 Err(error) => return Err(Stopped::Sink(error)),
             }

@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::counters::Failure;
 use super::port::{Choice, ServicePort, Visitor};
@@ -126,9 +126,11 @@ impl Drop for Listener {
 }
 
 async fn accept(socket: TcpListener, whose: Whose, shared: Arc<Shared>) {
-    while let Some(permit) = shared.connection().await {
+    loop {
         match socket.accept().await {
             Ok((client, peer)) => {
+                // While this one waits, the others do so in the kernel's queue.
+                let Some(permit) = shared.connection().await else { return };
                 let peer = plain(peer.ip(), peer.port());
                 tokio::spawn(serve(client, peer, whose.clone(), Arc::clone(&shared), permit));
             }
@@ -178,10 +180,15 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
         let visit = port.open(address);
         let endpoint = match timeout(CONNECT, TcpStream::connect(address)).await {
             Ok(Ok(endpoint)) => endpoint,
-            Ok(Err(error)) => {
+            Ok(Err(error)) if unreachable(&error) => {
                 debug!(endpoint = %address, "not reached: {error}");
                 port.failed(address, Failure::Refused, Instant::now());
                 continue;
+            }
+            Ok(Err(error)) => {
+                // No file descriptors, no ports: another endpoint would not help, and this one is not to blame.
+                warn!(service = port.id.text(), endpoint = %address, "a connection cannot be made: {error}");
+                break;
             }
             Err(_) => {
                 port.failed(address, Failure::TimedOut, Instant::now());
@@ -190,7 +197,7 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
         };
         prepare(&endpoint);
         // Not before: one that accepts and leaves at once is no better than one that refuses.
-        let begun = || port.succeeded(visitor.client, address, Instant::now());
+        let begun = || port.succeeded(address, Instant::now());
         let patience = port.setting().connection;
         let ended = relay(client, &endpoint, patience, &port.counters.bytes, &begun).await;
         drop(visit);
@@ -207,7 +214,7 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
                 return false;
             }
             Ended::Silent => {
-                port.counters.failed(Failure::TimedOut);
+                port.counters.failed(Failure::Silent);
                 reset(&endpoint);
                 return false;
             }
@@ -215,6 +222,15 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
     }
     port.counters.failed(Failure::Exhausted);
     false
+}
+
+/// Whether it is the endpoint that cannot be reached.
+fn unreachable(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionRefused, ConnectionReset, HostUnreachable, NetworkUnreachable, TimedOut};
+    matches!(
+        error.kind(),
+        ConnectionRefused | ConnectionReset | HostUnreachable | NetworkUnreachable | TimedOut
+    )
 }
 
 /// The other side learns that this was no regular end.

@@ -64,7 +64,8 @@ impl Listener {
         let socket = Arc::new(UdpSocket::from_std(socket)?);
         let address = socket.local_addr()?;
         let (ended, endings) = mpsc::unbounded_channel();
-        let flows = Flows { socket, address, port, entrance, shared, flows: HashMap::new(), ended, begun: 0 };
+        let flows =
+            Flows { socket, address, port, entrance, shared, by_client: HashMap::new(), ended, begun: 0 };
         Ok(Self { address, task: tokio::spawn(flows.run(endings)) })
     }
 }
@@ -82,7 +83,7 @@ struct Flows {
     port: Arc<ServicePort>,
     entrance: Entrance,
     shared: Arc<Shared>,
-    flows: HashMap<SocketAddr, Flow>,
+    by_client: HashMap<SocketAddr, Flow>,
     /// Flows that have ended by themselves: client and number.
     ended: mpsc::UnboundedSender<(SocketAddr, u64)>,
     begun: u64,
@@ -184,8 +185,8 @@ impl Flows {
         loop {
             tokio::select! {
                 Some((client, number)) = endings.recv() => {
-                    if self.flows.get(&client).is_some_and(|flow| flow.number == number) {
-                        self.flows.remove(&client);
+                    if self.by_client.get(&client).is_some_and(|flow| flow.number == number) {
+                        self.by_client.remove(&client);
                     }
                 }
                 ready = socket.readable() => {
@@ -213,11 +214,11 @@ impl Flows {
 
     fn pass(&mut self, datagram: &[u8], client: SocketAddr) {
         let mut tried = Vec::new();
-        if let Some(flow) = self.flows.get(&client) {
+        if let Some(flow) = self.by_client.get(&client) {
             let way = flow.state.way();
             let endpoint = way.endpoint;
             if flow.task.is_finished() || !self.port.serves(endpoint) {
-                self.flows.remove(&client);
+                self.by_client.remove(&client);
             } else {
                 flow.state.keep(datagram);
                 match way.send(datagram) {
@@ -228,7 +229,7 @@ impl Flows {
                     Err(_) if flow.state.answered.load(Ordering::Relaxed) => {
                         self.port.failed(endpoint, Failure::Refused, Instant::now());
                         tried.push(endpoint);
-                        self.flows.remove(&client);
+                        self.by_client.remove(&client);
                     }
                     Err(_) => {
                         // It was kept, and goes to the next endpoint.
@@ -284,7 +285,7 @@ impl Flows {
             answers.run().await;
             let _ = ended.send((client, number));
         });
-        self.flows.insert(client, Flow { number, state, task });
+        self.by_client.insert(client, Flow { number, state, task });
         Ok(())
     }
 }
@@ -311,7 +312,7 @@ impl Answers {
             let way = state.way();
             let refused = tokio::select! {
                 ready = way.socket.ready(Interest::READABLE | Interest::ERROR) => {
-                    let refused = ready.is_ok_and(|ready| ready.is_error()) && way.refused();
+                    let refused = ready.is_ok_and(tokio::io::Ready::is_error) && way.refused();
                     refused || DATAGRAM.with_borrow_mut(|buffer| self.give(&way, buffer)).is_err()
                 }
                 () = state.refused.notified() => true,
@@ -335,7 +336,7 @@ impl Answers {
                 Ok(length) => {
                     if !self.state.answered.swap(true, Ordering::Relaxed) {
                         *lock(&self.state.unanswered) = Vec::new();
-                        self.port.succeeded(self.visitor.client, self.visit.endpoint, Instant::now());
+                        self.port.succeeded(self.visit.endpoint, Instant::now());
                     }
                     self.state.touch();
                     let datagram = buffer.get(..length).unwrap_or_default();

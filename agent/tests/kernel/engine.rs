@@ -1,6 +1,8 @@
 //! The whole loop on a real kernel, in the node's namespace: it notices, repairs, adjusts and takes over by itself.
 
+use std::net::UdpSocket;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pointsman_agent::config::{Assessment, Candidate, Tampering};
@@ -13,11 +15,14 @@ use pointsman_agent::model::{Change, NodeFacts};
 use pointsman_agent::state::{Source, SyncState};
 use pointsman_agent::sync::node::Node;
 use pointsman_agent::sync::{Engine, Input, Outside, QUEUE};
+use pointsman_agent::userspace::counters::Counters;
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode, NodePortAddress};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::lifecycle::{BOTH, Traffic, cluster_ip, spec};
+use serde_json::json;
+
 use crate::support::lab::{Lab, address, ip};
 use crate::support::traffic::Answer;
 use crate::support::world::{FAMILIES, block_on, config, service, slice};
@@ -45,7 +50,7 @@ impl Running {
         };
         let thread = lab.spawn("node", move || {
             block_on(async {
-                let node = Node::new(std::path::Path::new("/proc/sys"));
+                let node = Node::new(std::path::Path::new("/proc/sys"), Counters::default());
                 Engine::new(node, outside, None).run(queue, stopped).await;
             });
         });
@@ -203,6 +208,58 @@ fn syn_17_the_loop_changes_the_mode_live_and_loses_no_connection() {
         let (count, failed) = traffic.stop();
         assert_eq!(failed, [], "of {count}");
         assert!(count > 100, "{count}");
+    }
+}
+
+#[test]
+fn syn_16_through_userspace_and_back_no_connection_is_lost_and_streams_go_on() {
+    for flavour in BOTH {
+        let Some(lab) = Lab::new() else { return };
+        let running = Running::start(&lab);
+        let spec =
+            json!({"clusterIPs": ["172.30.0.53"], "ports": [{"name": "dns", "protocol": "UDP", "port": 53}]});
+        running.change(Change::ServiceApplied(Box::new(service("dns", &spec))));
+        running.change(Change::SliceApplied(Box::new(slice("dns", FAMILIES[0], &["a", "r"]))));
+        let mut config = settings(flavour);
+        running.configure(&config);
+        let (mut streams, traffic) = (Vec::new(), Traffic::start(&lab));
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        // From one port all the time: what connection tracking holds on to.
+        let datagrams = lab.spawn("client", move || {
+            let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+            socket.connect((ip("172.30.0.53"), 53)).unwrap();
+            socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+            let (mut count, mut lost) = (0, 0);
+            while !stopped.load(Ordering::Relaxed) {
+                let answered = socket.send(b"?").is_ok() && socket.recv(&mut [0; 64]).is_ok();
+                count += 1;
+                lost += usize::from(!answered);
+                std::thread::park_timeout(Duration::from_millis(5));
+            }
+            (count, lost)
+        });
+        for mode in [Mode::Userspace, Mode::Nftables, Mode::Userspace, Mode::Iptables] {
+            streams.extend(["client", "node", "pod"].map(|from| lab.stream(from, cluster_ip())));
+            config.mode = mode;
+            running.configure(&config);
+            assert_eq!(running.state.borrow().mode, Some(mode));
+            let tables = lab.node("nft list tables");
+            assert_eq!(tables.contains("pointsman-userspace"), mode == Mode::Userspace, "{tables}");
+            for stream in &mut streams {
+                stream.check().unwrap_or_else(|error| panic!("after the change to {mode}: {error}"));
+            }
+        }
+        let (count, failed) = traffic.stop();
+        stop.store(true, Ordering::Relaxed);
+        let (datagrams, lost) = datagrams.join().unwrap();
+        eprintln!(
+            "{flavour}: {} of {count} connections failed, {lost} of {datagrams} datagrams lost",
+            failed.len()
+        );
+        assert_eq!(failed, [], "of {count}");
+        // An answer may be on its way through a socket that is just replaced.
+        assert!(count > 100 && lost <= 4, "{lost} of {datagrams}");
     }
 }
 

@@ -8,7 +8,7 @@ use nix::sys::socket::SockProtocol;
 use crate::support::lab::{Lab, NODE, address};
 use crate::support::sctp::raw;
 use crate::support::traffic::{IMPATIENT, Stream};
-use crate::support::world::{WAYS, World, config};
+use crate::support::world::{IN_KERNEL, World, config};
 
 /// A segment without data.
 fn segment(from: (IpAddr, u16), to: (IpAddr, u16), sequence: u32, acknowledged: u32) -> Vec<u8> {
@@ -57,7 +57,7 @@ fn beyond_the_window(lab: &Lab, watcher: &UdpSocket, stream: &mut Stream) -> Opt
 // ids: CT-9 REG-74839
 #[test]
 fn a_segment_out_of_the_window_does_not_reach_a_client_from_the_pods_address() {
-    for way in WAYS {
+    for way in IN_KERNEL {
         let Some(lab) = Lab::new() else { return };
         let mut world = World::new(&lab, way);
         world.service(

@@ -11,6 +11,7 @@ use pointsman_agent::kernel::SyncFailure;
 use pointsman_agent::model::Protocol;
 use pointsman_agent::sync::Platform;
 use pointsman_agent::sync::node::{Dataplane, Node};
+use pointsman_agent::userspace::counters::Counters;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use serde_json::json;
@@ -230,7 +231,7 @@ fn a_family_that_is_not_served_any_more_loses_its_rules() {
             &mut world.dataplane,
             Dataplane::Iptables(iptables::Dataplane::new(tools(&lab, flavour), &one)),
         );
-        let mut node = Node::new(Path::new("/nowhere"));
+        let mut node = Node::new(Path::new("/nowhere"), Counters::default());
         block_on(node.retire(&old, &world.dataplane)).unwrap();
         let saved = lab.node(&format!("ip6tables-{flavour}-save"));
         assert!(!saved.contains("KUBE-"), "{saved}");

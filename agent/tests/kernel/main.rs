@@ -17,3 +17,4 @@ mod nftables;
 mod node;
 mod scale;
 mod takeover;
+mod userspace;

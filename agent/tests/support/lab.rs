@@ -237,6 +237,12 @@ impl Lab {
         })
     }
 
+    /// Takes the thread into a namespace, for good.
+    pub fn enter(&self, namespace: &str) {
+        let path = format!("/run/netns/{}", self.namespace(namespace));
+        setns(File::open(path).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+    }
+
     /// Runs a command in the node's namespace.
     pub fn node(&self, command: &str) -> String {
         shell(&format!("nsenter --net=/run/netns/{} sh -ec '{command}'", self.namespace(NODE)))

@@ -9,7 +9,8 @@ use pointsman_agent::model::{Change, Model, NodeFacts, ObjectName};
 use pointsman_agent::plan::{Changes, Plan};
 use pointsman_agent::sync::Dataplane as _;
 use pointsman_agent::sync::node::Dataplane;
-use pointsman_agent::{iptables, nftables};
+use pointsman_agent::userspace::counters::Counters;
+use pointsman_agent::{iptables, nftables, userspace};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -27,9 +28,15 @@ pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 pub enum Way {
     Iptables(Flavour),
     Nftables,
+    /// Sockets are opened where the thread is, so the thread goes to the node and stays there.
+    Userspace,
 }
 
-pub const WAYS: [Way; 3] = [Way::Iptables(Flavour::Nft), Way::Iptables(Flavour::Legacy), Way::Nftables];
+/// Those in which the kernel passes packets on.
+pub const IN_KERNEL: [Way; 3] = [Way::Iptables(Flavour::Nft), Way::Iptables(Flavour::Legacy), Way::Nftables];
+
+pub const WAYS: [Way; 4] =
+    [Way::Iptables(Flavour::Nft), Way::Iptables(Flavour::Legacy), Way::Nftables, Way::Userspace];
 
 impl From<Flavour> for Way {
     fn from(flavour: Flavour) -> Self {
@@ -42,6 +49,7 @@ impl fmt::Display for Way {
         match self {
             Self::Iptables(flavour) => write!(f, "iptables-{flavour}"),
             Self::Nftables => f.write_str("nftables"),
+            Self::Userspace => f.write_str("userspace"),
         }
     }
 }
@@ -51,6 +59,7 @@ impl Way {
         match self {
             Self::Iptables(_) => Mode::Iptables,
             Self::Nftables => Mode::Nftables,
+            Self::Userspace => Mode::Userspace,
         }
     }
 
@@ -62,6 +71,11 @@ impl Way {
             Self::Nftables => {
                 let opened = lab.run(NODE, || block_on(nftables::Dataplane::open(&FAMILIES)));
                 Dataplane::Nftables(opened.unwrap())
+            }
+            Self::Userspace => {
+                lab.enter(NODE);
+                let opened = block_on(userspace::Dataplane::open(&FAMILIES, Counters::default()));
+                Dataplane::Userspace(opened.unwrap())
             }
         }
     }
@@ -120,7 +134,12 @@ impl World {
             plan: Plan::new(config(), &FAMILIES),
             dataplane,
             pending: Changes::default(),
-            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap(),
+            // What a proxy does goes on beside the test.
+            runtime: tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(2)
+                .enable_all()
+                .build()
+                .unwrap(),
         }
     }
 

@@ -48,7 +48,7 @@ impl World {
             let dirty = self.model.apply(change);
             ports.extend(self.plan.update(&self.model, dirty).ports);
         }
-        self.flows.follow(&self.plan, &self.model, &ports);
+        self.flows.follow(&self.plan, &self.model, &ports, |_, port| port.serving_sockets());
         let due = self.flows.due();
         let any = !due.is_empty();
         for job in due {
@@ -190,7 +190,7 @@ fn nothing_is_left_of_services_that_came_and_went() {
         (world.model, world.plan) = (fresh.model, fresh.plan);
         world.flows.replaced();
         let again = world.plan.ports(IpFamily::IPv4).map(|(id, _)| id.clone()).collect();
-        world.flows.follow(&world.plan, &world.model, &again);
+        world.flows.follow(&world.plan, &world.model, &again, |_, port| port.serving_sockets());
         assert_eq!(world.flows.targets.len(), 1);
     }
 }
@@ -227,7 +227,8 @@ proptest! {
                 _ => cluster.apply(change(seed)),
             }
             if seed % 3 == 0 {
-                flows.follow(&cluster.plan, &cluster.model, &std::mem::take(&mut cluster.pending).ports);
+                flows.follow(
+&cluster.plan, &cluster.model, &std::mem::take(&mut cluster.pending).ports, |_, port| port.serving_sockets());
                 prop_assert_eq!(&flows.targets, &from_scratch(&cluster.plan));
             }
         }

@@ -2,8 +2,8 @@
 //! plan says.
 
 mod cases;
-mod kernel;
-mod walk;
+pub(crate) mod kernel;
+pub(crate) mod walk;
 
 use std::collections::BTreeMap;
 

@@ -1,0 +1,451 @@
+//! Keeps the proxy and the rules that lead to it equal to the plan.
+//!
+//! In: the [`Plan`] and its [`Changes`]. Out: sockets, kernel state, and [`Synced`] or a [`SyncError`] per family. What to write is decided
+//! in [`super::steer`].
+//!
+//! Sockets are there before rules lead to them, and go after the rules. When this is dropped, connections go on for as long as
+//! [`DRAIN`](super::shared::DRAIN) allows.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
+use pointsman_crds::proxy_node_status::IpFamily;
+use tracing::{debug, info, warn};
+
+use super::counters::Counters;
+use super::localhost::Localhost;
+use super::port::{ServicePort, Setting};
+use super::shared::{DRAIN, Limits, Shared};
+use super::steer::{self, Listeners, Steering, table};
+use super::tcp::{Frontends, Listener, Whose};
+use super::udp;
+use crate::conntrack::{self, Target};
+use crate::kernel::{SyncError, SyncFailure, Synced};
+use crate::model::Protocol;
+use crate::nftables::client::{self, Client};
+use crate::nftables::compare::{Repair, compare};
+use crate::nftables::error::Error;
+use crate::nftables::failed;
+use crate::nftables::probe::probe;
+use crate::nftables::ruleset::{Operation, Ruleset, Transaction};
+use crate::nftables::watch::Watch;
+use crate::plan::{Changes, Entrance, NodePlan, Plan, PortId, PortPlan};
+
+/// What metrics call our tables.
+const TABLE: &str = "pointsman-userspace";
+
+/// The proxy of one node.
+pub struct Dataplane {
+    client: Client,
+    shared: Arc<Shared>,
+    families: BTreeMap<IpFamily, Family>,
+    order: Vec<IpFamily>,
+    localhost: Localhost,
+    found: BTreeMap<IpFamily, Repair>,
+    watches: BTreeMap<IpFamily, Watch>,
+}
+
+/// The proxy of one family.
+#[derive(Default)]
+struct Family {
+    setting: Option<Arc<Setting>>,
+    frontends: Arc<Frontends>,
+    tcp: Option<Listener>,
+    ports: BTreeMap<PortId, Served>,
+    listeners: Listeners,
+    /// What is installed, where that is known.
+    steering: Option<Steering>,
+}
+
+/// One Service port.
+struct Served {
+    port: Arc<ServicePort>,
+    plan: Arc<PortPlan>,
+    udp: Vec<(Entrance, udp::Listener)>,
+}
+
+impl Dataplane {
+    /// Finds out whether this kernel can lead packets to a proxy; the error says what is missing. Opens sockets in the network namespace
+    /// of this thread. Knows nothing of what is installed yet.
+    pub async fn open(families: &[IpFamily], counters: Counters) -> Result<Self, String> {
+        let mut client = Client::open().map_err(|error| error.to_string())?;
+        for family in families.iter().copied() {
+            let missing = client.with(move |connection| probe(connection, family)).await;
+            let missing = missing.map_err(|error| error.to_string())?;
+            if !missing.is_empty() {
+                let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
+                return Err(format!("{family:?}: {}", names.join("; ")));
+            }
+        }
+        Ok(Self::new(client, families, Shared::new(counters, Limits::of_process())))
+    }
+
+    /// What an earlier process has left in these families, to be removed.
+    pub fn leftover(families: &[IpFamily]) -> Result<Self, Error> {
+        Ok(Self::new(Client::open()?, families, Shared::new(Counters::default(), Limits::of(0))))
+    }
+
+    fn new(client: Client, families: &[IpFamily], shared: Shared) -> Self {
+        let shared = Arc::new(shared);
+        Self {
+            client,
+            localhost: Localhost::new(Arc::clone(&shared)),
+            shared,
+            families: families.iter().map(|family| (*family, Family::default())).collect(),
+            order: families.to_vec(),
+            found: BTreeMap::new(),
+            watches: BTreeMap::new(),
+        }
+    }
+
+    /// The families that are served.
+    #[must_use]
+    pub fn families(&self) -> &[IpFamily] {
+        &self.order
+    }
+
+    /// Where the flows of a UDP port lead, as connection tracking sees it.
+    #[must_use]
+    pub fn flow_endpoints(&self, id: &PortId) -> Vec<SocketAddr> {
+        let served = self.families.get(&id.family).and_then(|family| family.ports.get(id));
+        served.into_iter().flat_map(|served| &served.udp).map(|(_, listener)| listener.address).collect()
+    }
+
+    /// Waits until somebody else has changed our tables; for ever where the kernel does not tell.
+    pub async fn changed(&mut self) {
+        let mut waiting: FuturesUnordered<_> = self.watches.values_mut().map(Watch::changed).collect();
+        let told = waiting.next().await;
+        drop(waiting);
+        match told {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => {
+                info!(
+                    "the kernel's notices about tables cannot be read ({error}); reading the tables instead"
+                );
+                self.watches.clear();
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Makes proxy and kernel equal to the plan. One family failing never keeps the other from being served.
+    pub async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
+        let mut synced = Synced::default();
+        let mut errors = Vec::new();
+        for family in self.order.clone() {
+            let Some(node) = plan.node(family) else { continue };
+            let start = Instant::now();
+            match self.sync_family(plan, node, changes, &mut synced).await {
+                Ok(written) => {
+                    let held = self.families.get(&family).and_then(|family| family.steering.as_ref());
+                    let held = held.map(Steering::elements_held).unwrap_or_default();
+                    synced.written.insert((family, TABLE), written);
+                    synced.rules.insert((family, TABLE), held);
+                    synced.duration.insert(family, start.elapsed());
+                    debug!(?family, written, elapsed = ?start.elapsed(), "elements written");
+                }
+                Err(error) => errors.push(error),
+            }
+        }
+        self.localhost.follow(plan, changes);
+        (synced, errors)
+    }
+
+    async fn sync_family(
+        &mut self,
+        plan: &Plan,
+        node: &NodePlan,
+        changes: &Changes,
+        synced: &mut Synced,
+    ) -> Result<usize, SyncError> {
+        let Some(family) = self.families.get_mut(&node.family) else { return Ok(0) };
+        // Taken out, so that it stays unknown if the write fails or is cancelled.
+        let known = family.steering.take();
+        let wanted = Arc::new(Setting::new(node, plan.config()));
+        let moved = family.listen(node, plan, &self.shared)?;
+        let anew = moved || known.is_none() || family.setting.as_ref() != Some(&wanted);
+        family.setting = Some(Arc::clone(&wanted));
+        let mut ids: Vec<&PortId> = changes.ports.iter().filter(|id| id.family == node.family).collect();
+        if anew {
+            ids = plan.ports(node.family).map(|(id, _)| id).chain(family.ports.keys()).collect();
+            ids.sort_unstable();
+            ids.dedup();
+        }
+        let ids: Vec<PortId> = ids.into_iter().cloned().collect();
+        let mut steering = match known {
+            Some(known) if !anew => known,
+            _ => Steering::new(node, family.listeners.tcp),
+        };
+        // They go when no rule leads to them any more.
+        let mut gone = Vec::new();
+        for id in &ids {
+            gone.extend(family.serve(id, plan.port(id), &wanted, &self.shared)?);
+        }
+        let transaction = steering.follow(plan, &ids, &family.listeners);
+        let written = if anew {
+            self.write_anew(node.family, &steering, synced).await?
+        } else {
+            self.write(node.family, transaction).await?
+        };
+        if let Some(family) = self.families.get_mut(&node.family) {
+            family.steering = Some(steering);
+        }
+        drop(gone);
+        Ok(written)
+    }
+
+    /// Reads back, and writes what differs.
+    async fn write_anew(
+        &mut self,
+        family: IpFamily,
+        steering: &Steering,
+        synced: &mut Synced,
+    ) -> Result<usize, SyncError> {
+        synced.full = true;
+        let read = self.client.read(&table(family)).await.map_err(|error| failed(family, &error))?;
+        if let Some(read) = &read {
+            synced.served.extend(served(&read.ruleset).map(|target| (family, target)));
+        }
+        let repair = compare(&steering.full(), read.as_ref());
+        let written = self.write(family, repair.first).await? + self.write(family, repair.then).await?;
+        self.found.remove(&family);
+        if !self.watches.contains_key(&family) {
+            match Watch::open(table(family), self.client.port()) {
+                Ok(watch) => drop(self.watches.insert(family, watch)),
+                Err(error) => info!(
+                    ?family,
+                    "the kernel's notices about our table cannot be read ({error}); reading the table instead"
+                ),
+            }
+        }
+        Ok(written)
+    }
+
+    async fn write(&mut self, family: IpFamily, transaction: Transaction) -> Result<usize, SyncError> {
+        if transaction.is_empty() {
+            return Ok(0);
+        }
+        let count = |operation: &Operation| match operation {
+            Operation::AddElements { elements, .. } | Operation::DeleteElements { elements, .. } => {
+                elements.len()
+            }
+            _ => 0,
+        };
+        let written = transaction.operations.iter().map(|(operation, _)| count(operation)).sum();
+        let result = self.client.apply(&table(family), Arc::new(transaction)).await;
+        result.map_err(|error| failed(family, &error))?;
+        Ok(written)
+    }
+
+    /// Reads the kernel and says where it differs from what was last written. Empty: equal. Changes nothing; see
+    /// [`Dataplane::repair`].
+    pub async fn verify(&mut self) -> Result<Vec<String>, SyncError> {
+        let mut lines = Vec::new();
+        for family in self.order.clone() {
+            let Some(steering) = self.families.get(&family).and_then(|family| family.steering.as_ref())
+            else {
+                continue;
+            };
+            let full = steering.full();
+            let read = self.client.read(&table(family)).await.map_err(|error| failed(family, &error))?;
+            let repair = compare(&full, read.as_ref());
+            lines.extend(repair.differences.iter().map(|line| format!("{family:?}: {line}")));
+            if repair.is_empty() {
+                self.found.remove(&family);
+            } else {
+                self.found.insert(family, repair);
+            }
+        }
+        Ok(lines)
+    }
+
+    /// Writes what [`Dataplane::verify`] has found to differ, and nothing else.
+    pub async fn repair(&mut self) -> Vec<SyncError> {
+        let mut errors = Vec::new();
+        for (family, repair) in std::mem::take(&mut self.found) {
+            let steering = self.families.get_mut(&family).and_then(|family| family.steering.take());
+            let mut written = self.write(family, repair.first).await;
+            if written.is_ok() {
+                written = self.write(family, repair.then).await;
+            }
+            match written {
+                Ok(_) => {
+                    if let Some(family) = self.families.get_mut(&family) {
+                        family.steering = steering;
+                    }
+                }
+                // Unknown, so that it is read back.
+                Err(error) => errors.push(error),
+            }
+        }
+        errors
+    }
+
+    /// Finds out whether the kernel could be written now, by a question that only those who may write can ask.
+    pub async fn probe(&mut self) -> Result<(), SyncError> {
+        for family in self.order.clone() {
+            self.client.exists(&table(family)).await.map_err(|error| failed(family, &error))?;
+        }
+        Ok(())
+    }
+
+    /// Waits for connections that are open to end, for at most so long.
+    pub async fn stop(&mut self, limit: Duration) {
+        let open = self.shared.open();
+        if open > 0 {
+            info!(open, "waiting for proxied connections to end");
+            self.shared.drain(limit).await;
+            warn_left(self.shared.open());
+        }
+    }
+}
+
+fn warn_left(open: usize) {
+    if open > 0 {
+        warn!(open, "proxied connections are broken off");
+    }
+}
+
+impl Drop for Dataplane {
+    fn drop(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        let mut families = std::mem::take(&mut self.families);
+        // Nothing leads here any more; a listener that is left would only take what comes by mistake.
+        for family in families.values_mut() {
+            family.tcp = None;
+        }
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(async move {
+                shared.drain(DRAIN).await;
+                warn_left(shared.open());
+                drop(families);
+            });
+        }
+    }
+}
+
+impl Family {
+    /// Listens for TCP at the node's own address. Returns whether that is another socket than before.
+    fn listen(&mut self, node: &NodePlan, plan: &Plan, shared: &Arc<Shared>) -> Result<bool, SyncError> {
+        let Some(address) = node.primary else {
+            if plan.ports(node.family).next().is_some() {
+                let message = "the Node has no address of this family that the proxy could listen at; set ipFamilyPolicy to what the node has".to_owned();
+                return Err(SyncError { family: node.family, failure: SyncFailure::SyncFailed, message });
+            }
+            let moved = self.tcp.take().is_some();
+            self.listeners.tcp = None;
+            return Ok(moved);
+        };
+        if self.tcp.as_ref().is_some_and(|listener| listener.address.ip() == address) {
+            return Ok(false);
+        }
+        let whose = Whose::Frontends(Arc::clone(&self.frontends));
+        let listener = Listener::open(SocketAddr::new(address, 0), whose, Arc::clone(shared))
+            .map_err(|error| not_listening(node.family, address, &error))?;
+        info!(address = %listener.address, "the proxy listens");
+        self.listeners.tcp = Some(listener.address);
+        self.tcp = Some(listener);
+        Ok(true)
+    }
+
+    /// Lets the proxy follow a Service port. Returns sockets that are not needed any more.
+    fn serve(
+        &mut self,
+        id: &PortId,
+        plan: Option<&Arc<PortPlan>>,
+        setting: &Arc<Setting>,
+        shared: &Arc<Shared>,
+    ) -> Result<Vec<udp::Listener>, SyncError> {
+        let mut gone = Vec::new();
+        let before = self.ports.remove(id);
+        if let Some(before) = &before {
+            let addresses = steer::frontends(&before.plan).map(|(address, _)| address);
+            self.frontends.remove(&before.port, addresses, before.plan.node_port);
+        }
+        let Some(plan) = plan else {
+            if let Some(before) = before {
+                before.port.counters.forget();
+                gone.extend(self.forget(id, before.udp));
+            }
+            return Ok(gone);
+        };
+        let (port, mut udp) = if let Some(before) = before {
+            before.port.update(Arc::clone(plan), Arc::clone(setting));
+            (before.port, before.udp)
+        } else {
+            let counters = shared.counters.of(id);
+            let port = ServicePort::new(id.clone(), Arc::clone(plan), Arc::clone(setting), counters);
+            (Arc::new(port), Vec::new())
+        };
+        match id.protocol {
+            Protocol::Tcp => self.frontends.add(&port, steer::frontends(plan), plan.node_port),
+            Protocol::Udp => {
+                let address = self.listeners.tcp.map(|listener| listener.ip());
+                if udp.iter().any(|(_, listener)| Some(listener.address.ip()) != address) {
+                    gone.extend(self.forget(id, std::mem::take(&mut udp)));
+                }
+                for entrance in [Entrance::Internal, Entrance::External] {
+                    let wanted = steer::frontends(plan).any(|(_, kind)| kind == entrance)
+                        || (entrance == Entrance::External && plan.node_port.is_some());
+                    let open = udp.iter().position(|(kind, _)| *kind == entrance);
+                    match (wanted, open, address) {
+                        (true, None, Some(address)) => {
+                            let opened =
+                                udp::Listener::open(address, Arc::clone(&port), entrance, Arc::clone(shared))
+                                    .map_err(|error| not_listening(id.family, address, &error))?;
+                            self.listeners.udp.insert((id.clone(), entrance), opened.address);
+                            udp.push((entrance, opened));
+                        }
+                        (false, Some(index), _) => {
+                            let closed = vec![udp.swap_remove(index)];
+                            gone.extend(self.forget(id, closed));
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            Protocol::Sctp => {
+                warn!(service = id.text(), "SCTP is refused: mode userspace passes TCP and UDP on");
+            }
+        }
+        self.ports.insert(id.clone(), Served { port, plan: Arc::clone(plan), udp });
+        Ok(gone)
+    }
+
+    fn forget(&mut self, id: &PortId, udp: Vec<(Entrance, udp::Listener)>) -> Vec<udp::Listener> {
+        for (entrance, _) in &udp {
+            self.listeners.udp.remove(&(id.clone(), *entrance));
+        }
+        udp.into_iter().map(|(_, listener)| listener).collect()
+    }
+}
+
+fn not_listening(family: IpFamily, address: IpAddr, error: &io::Error) -> SyncError {
+    let message = format!("the proxy cannot listen at {address}: {error}; is that an address of this node?");
+    SyncError { family, failure: SyncFailure::SyncFailed, message }
+}
+
+/// The UDP frontends that an earlier process has served.
+fn served(installed: &Ruleset) -> impl Iterator<Item = Target> {
+    steer::served_udp(installed).map(|(address, port)| match address {
+        Some(address) => {
+            conntrack::Frontend::new(SocketAddr::new(address, port), conntrack::Protocol::Udp).into()
+        }
+        None => conntrack::NodePort::new(port, conntrack::Protocol::Udp).into(),
+    })
+}
+
+/// Which of these families have a table of ours in the network namespace of this thread.
+pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
+    client::installed(families, table).await
+}
+
+/// Removes our tables of these families. Touches nothing else; what is not there is no error.
+pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
+    client::remove(families, table).await.map_err(|(family, error)| failed(family, &error))
+}
