@@ -201,6 +201,8 @@ pub struct SyncState {
     pub drift: DriftState,
     /// Settings of the kernel that are not as configured, in words.
     pub settings: Vec<String>,
+    /// Endpoints that a proxy gives a rest because they cannot be reached from here: Service port and address.
+    pub resting: Vec<String>,
     /// Latency.
     pub latency: LatencyState,
     /// Objects and parts of objects that were skipped because they make no sense.
@@ -234,6 +236,7 @@ impl SyncState {
             verified: false,
             drift: DriftState::default(),
             settings: Vec::new(),
+            resting: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,
             invalid_dropped: 0,

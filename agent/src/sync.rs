@@ -78,6 +78,11 @@ pub trait Dataplane: Send + 'static {
         port.serving_sockets()
     }
 
+    /// Endpoints that get no new connections because they cannot be reached from here: Service port and address.
+    fn resting(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// The agent is about to end, and the kernel stays as it is. What ends with the agent may be brought to an end in a few seconds.
     fn stop(&mut self) -> impl Future<Output = ()> + Send {
         std::future::ready(())

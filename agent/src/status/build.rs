@@ -246,6 +246,13 @@ fn synced(inputs: Inputs<'_>) -> Finding {
     if !state.verified {
         return Finding::unknown("Verifying", "what the kernel holds has not been read back yet");
     }
+    if !state.resting.is_empty() {
+        let message = format!(
+            "the kernel holds what the plan says; endpoints that cannot be reached from here get no new connections: {}",
+            state.resting.join("; ")
+        );
+        return Finding::yes("Synced", message);
+    }
     Finding::yes("Synced", "the kernel holds what the plan says")
 }
 

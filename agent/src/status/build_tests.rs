@@ -299,3 +299,13 @@ fn durations_are_short_for_people() {
         assert_eq!(for_people(milliseconds), text);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn endpoints_that_rest_are_named_and_no_fault_of_the_node() {
+    let mut state = sound();
+    state.resting = vec!["ns/web/TCP (IPv4) 10.0.0.1:80".to_owned()];
+    check("resting", &state, &Watches::default(), "Ready", &["Synced=True/Synced", "Ready=True/AsExpected"]);
+    let status = status_of(&state, &Watches::default(), &[]);
+    let synced = status.conditions.iter().find(|it| it.type_ == "Synced").unwrap();
+    assert!(synced.message.contains("10.0.0.1:80"), "{}", synced.message);
+}

@@ -487,7 +487,9 @@ impl<P: Platform> Engine<P> {
         self.queue(changes);
     }
 
-    fn publish(&self) {
+    fn publish(&mut self) {
+        self.state.resting =
+            self.running.as_ref().map(|running| running.dataplane.resting()).unwrap_or_default();
         self.outside.state.send_replace(self.state.clone());
     }
 }

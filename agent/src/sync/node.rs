@@ -322,6 +322,13 @@ impl super::Dataplane for Dataplane {
         }
     }
 
+    fn resting(&self) -> Vec<String> {
+        match self {
+            Self::Userspace(userspace) => userspace.resting(),
+            _ => Vec::new(),
+        }
+    }
+
     async fn stop(&mut self) {
         if let Self::Userspace(userspace) = self {
             userspace.stop(LAST_CONNECTIONS).await;

@@ -114,11 +114,13 @@ impl Balancer {
         }
     }
 
-    /// An endpoint was reached.
-    pub fn succeeded(&mut self, address: SocketAddr) {
-        if let Some(endpoint) = self.endpoints.get_mut(&address) {
+    /// An endpoint was reached. Returns whether that ends its rest.
+    pub fn succeeded(&mut self, address: SocketAddr, now: Instant) -> bool {
+        self.endpoints.get_mut(&address).is_some_and(|endpoint| {
+            let rested = endpoint.health.rests(now);
             endpoint.health.succeeded();
-        }
+            rested
+        })
     }
 
     /// An endpoint was not reached. Returns how long it rests, if it does so from now on.
@@ -206,7 +208,7 @@ mod tests {
         let counts = count(&mut balancer, &all, 110, now);
         assert!((8..=12).contains(&counts[&all[0]]), "a tenth of a share: {counts:?}");
         for _ in 0..FULL_SHARE {
-            balancer.succeeded(all[0]);
+            balancer.succeeded(all[0], now);
         }
         let counts = count(&mut balancer, &all, 100, now);
         assert!((48..=52).contains(&counts[&all[0]]), "{counts:?}");

@@ -2,6 +2,10 @@
 //!
 //! In: nothing. Out: counters per Service port that the data path raises and `/metrics` shows.
 
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -75,6 +79,8 @@ pub struct Counters {
     connections: Family<ByPort, Counter>,
     open: Family<ByPort, Gauge>,
     resting: Family<ByPort, Gauge>,
+    /// Which ones, by label.
+    who_rests: Arc<Mutex<BTreeMap<String, Vec<SocketAddr>>>>,
     bytes: Family<ByDirection, Counter>,
     failures: Family<ByFailure, Counter>,
     /// Connections that had to wait, and datagrams that were dropped, because there were as many as the agent can hold.
@@ -90,8 +96,7 @@ pub struct PortCounters {
     pub connections: Counter,
     /// Those that are open.
     pub open: Gauge,
-    /// Endpoints that rest.
-    pub resting: Gauge,
+    resting: Gauge,
     /// Bytes passed on.
     pub bytes: Bytes,
 }
@@ -122,6 +127,18 @@ impl Counters {
             self.failures.clone(),
         );
         to.register("limited", "How often the limit of connections was met", self.limited.clone());
+    }
+
+    /// Which endpoints rest: Service port and address.
+    #[must_use]
+    pub fn resting(&self) -> Vec<String> {
+        let who = self.who_rests.lock().unwrap_or_else(PoisonError::into_inner);
+        who.iter()
+            .map(|(port, endpoints)| {
+                let endpoints: Vec<String> = endpoints.iter().map(ToString::to_string).collect();
+                format!("{port} {}", endpoints.join(", "))
+            })
+            .collect()
     }
 
     /// The counters of a Service port.
@@ -167,8 +184,22 @@ impl PortCounters {
         self.all.failures.get_or_create(&self.label.failure(failure)).inc();
     }
 
+    /// These endpoints rest now.
+    pub fn rest(&self, endpoints: Vec<SocketAddr>) {
+        self.resting.set(i64::try_from(endpoints.len()).unwrap_or(i64::MAX));
+        let ByPort { service, protocol, ip_family } = &self.label;
+        let port = format!("{service}/{protocol} ({ip_family})");
+        let mut who = self.all.who_rests.lock().unwrap_or_else(PoisonError::into_inner);
+        if endpoints.is_empty() {
+            who.remove(&port);
+        } else {
+            who.insert(port, endpoints);
+        }
+    }
+
     /// The Service port is gone. What is still under way is not counted any more.
     pub fn forget(&self) {
+        self.rest(Vec::new());
         self.all.connections.remove(&self.label);
         self.all.open.remove(&self.label);
         self.all.resting.remove(&self.label);

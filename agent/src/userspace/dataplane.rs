@@ -116,6 +116,12 @@ impl Dataplane {
         served.into_iter().flat_map(|served| &served.udp).map(|(_, listener)| listener.address).collect()
     }
 
+    /// The endpoints that rest.
+    #[must_use]
+    pub fn resting(&self) -> Vec<String> {
+        self.shared.counters.resting()
+    }
+
     /// Waits until somebody else has changed our tables; for ever where the kernel does not tell.
     pub async fn changed(&mut self) {
         let mut waiting: FuturesUnordered<_> = self.watches.values_mut().map(Watch::changed).collect();

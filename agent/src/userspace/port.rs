@@ -128,6 +128,7 @@ impl ServicePort {
     pub fn update(&self, plan: Arc<PortPlan>, setting: Arc<Setting>) {
         let mut state = self.state();
         state.balancer.set(addresses(plan.backends()));
+        self.count_resting(&state, Instant::now());
         if plan.affinity.is_none() {
             state.affinity.clear();
         }
@@ -191,8 +192,10 @@ impl ServicePort {
     /// An endpoint was reached.
     pub fn succeeded(&self, endpoint: SocketAddr, now: Instant) {
         let mut state = self.state();
-        state.balancer.succeeded(endpoint);
-        self.count_resting(&state, now);
+        let comes_back = state.balancer.succeeded(endpoint, now);
+        if comes_back {
+            self.count_resting(&state, now);
+        }
     }
 
     /// An endpoint was not reached.
@@ -213,8 +216,7 @@ impl ServicePort {
     }
 
     fn count_resting(&self, state: &State, now: Instant) {
-        let count = state.balancer.resting(now).count();
-        self.counters.resting.set(i64::try_from(count).unwrap_or(i64::MAX));
+        self.counters.rest(state.balancer.resting(now).collect());
     }
 }
 

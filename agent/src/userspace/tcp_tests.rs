@@ -104,7 +104,7 @@ async fn lnp_3_an_endpoint_that_refuses_or_leaves_is_replaced_unnoticed_and_then
     for _ in 0..30 {
         assert_eq!(rig.ask().await.unwrap(), good.port());
     }
-    assert_eq!(rig.port.counters.resting.get(), 2);
+    assert_eq!(rig.shared.counters.resting().join(" ").matches("127.0.0.1:").count(), 2);
     let failures = rig.failures();
     assert!(
         failures.contains("reason=\"refused\"} 3") && failures.contains("reason=\"closed\"} "),

@@ -71,11 +71,12 @@ async fn a_flow_stays_with_its_endpoint_and_flows_go_to_all() {
 #[tokio::test]
 async fn an_endpoint_that_refuses_is_replaced_and_the_datagram_sent_again() {
     let (good, bad) = (endpoint().await.0, refuser().await);
-    let (listener, port) = listen(&shared(), &[bad, good]);
+    let shared = shared();
+    let (listener, _port) = listen(&shared, &[bad, good]);
     for _ in 0..10 {
         assert_eq!(ask(&client(&listener).await, b"first").await, Some(good.port()));
     }
-    assert_eq!(port.counters.resting.get(), 1);
+    assert_eq!(shared.counters.resting(), [format!("ns/web/UDP (IPv4) {bad}")]);
 }
 
 #[tokio::test]
