@@ -39,6 +39,9 @@ pub const RULES: &[Case] = &[
     // Blocks of one mode.
     ("layer", "{nodeSelector: {}, proxy: {mode: ipvs, ipvs: {scheduler: wlc}}}", OK),
     ("layer", "{nodeSelector: {}, proxy: {ipvs: {scheduler: wlc}}}", OK),
+    ("layer", "{nodeSelector: {}, proxy: {mode: iptables, fallbackModes: [nftables], nftables: {counters: true}}}", OK),
+    ("layer", "{nodeSelector: {}, proxy: {mode: iptables, nftables: {counters: true}}}",
+     "spec.proxy.nftables: Invalid value: proxy.nftables may only be set with mode nftables or with nftables in fallbackModes"),
     ("layer", "{nodeSelector: {}, proxy: {mode: iptables, fallbackModes: [userspace], userspace: {scheduler: lc}}}", OK),
     ("layer", "{nodeSelector: {}, proxy: {mode: iptables, userspace: {scheduler: lc}}}",
      "spec.proxy.userspace: Invalid value: proxy.userspace may only be set with mode userspace or with userspace in fallbackModes"),
