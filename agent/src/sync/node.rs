@@ -346,7 +346,7 @@ impl super::Dataplane for Dataplane {
     async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
         match self {
             Self::Iptables(iptables) => iptables.verify(plan, reach).await,
-            Self::Nftables(nftables) => nftables.verify(plan).await,
+            Self::Nftables(nftables) => nftables.verify(plan, reach).await,
             Self::Userspace(userspace) => userspace.verify().await,
         }
     }

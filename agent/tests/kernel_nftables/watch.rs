@@ -4,14 +4,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
+use pointsman_agent::kernel::Reach;
+use pointsman_agent::model::{Dirty, Model};
+use pointsman_agent::nftables::Dataplane;
 use pointsman_agent::nftables::client::Client;
 use pointsman_agent::nftables::ruleset::{Element, Operation, Origin, Tuple};
 use pointsman_agent::nftables::watch::{Touched, Watch};
+use pointsman_agent::plan::{Changes, Plan};
+use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::{Mode, ProxySettings};
 use tokio::time::timeout;
 
 use super::everything::{address, everything};
-use super::{isolated, nft, table, transaction};
+use super::{FAMILIES, isolated, nft, table, transaction};
 
 const SOON: Duration = Duration::from_millis(100);
 
@@ -94,5 +101,40 @@ fn a_given_up_request_is_finished_first() {
         let read = client.read(&table).await.unwrap().unwrap();
         assert_eq!(read.ruleset.elements["frontends"].len(), 1);
         assert!(timeout(SOON, watch.changed()).await.is_err(), "all of it was ours");
+    });
+}
+
+#[test]
+fn syn_10_a_look_reads_only_what_somebody_else_has_touched() {
+    isolated(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let settings = ProxySettings { mode: Some(Mode::Nftables), ..ProxySettings::default() };
+            let config = NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap();
+            let mut plan = Plan::new(config, &FAMILIES);
+            let everything = Dirty { everything: true, ..Dirty::default() };
+            plan.update(&Model::new(), everything);
+            let mut tables = Dataplane::open(&FAMILIES).await.unwrap();
+            let (_, errors) = tables.sync(&plan, &Changes::default()).await;
+            assert_eq!(errors, []);
+            let differences = tables.verify(&plan, Reach::Everything).await.unwrap();
+            assert_eq!(differences, Vec::<String>::new());
+
+            nft("flush chain ip pointsman services");
+            let unheard = tables.verify(&plan, Reach::Suspects).await.unwrap();
+            assert_eq!(unheard, Vec::<String>::new(), "the table is not read before the kernel has told");
+            timeout(SOON, tables.changed()).await.unwrap();
+            // IPv6 has changed too, but that word is not heard yet.
+            nft("flush chain ip6 pointsman services");
+            let found = tables.verify(&plan, Reach::Suspects).await.unwrap();
+            assert_eq!(found, ["IPv4: the rules of services differ"]);
+            assert_eq!(tables.repair().await, []);
+            timeout(SOON, tables.changed()).await.unwrap();
+            let found = tables.verify(&plan, Reach::Suspects).await.unwrap();
+            assert_eq!(found, ["IPv6: the rules of services differ"], "IPv4 is repaired");
+            assert_eq!(tables.repair().await, []);
+            let left = tables.verify(&plan, Reach::Everything).await.unwrap();
+            assert_eq!(left, Vec::<String>::new());
+        });
     });
 }
