@@ -22,9 +22,7 @@ async fn a_cluster_is_taken_over_from_kube_proxy_without_a_lost_request() {
     // In the same chains, and into the mode that the chart has by default.
     for values in [
         &[
-            "--set",
             "defaultConfiguration.spec.proxy.mode=iptables",
-            "--set",
             "defaultConfiguration.spec.proxy.fallbackModes=null",
         ][..],
         &[],
