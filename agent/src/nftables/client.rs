@@ -12,6 +12,7 @@ use tokio::task::spawn_blocking;
 
 use super::connection::Connection;
 use super::error::Error;
+use super::probe::probe;
 use super::read::Installed;
 use super::ruleset::{Operation, Origin, Table, Transaction};
 
@@ -27,6 +28,20 @@ impl Client {
         let connection = Connection::open()?;
         let port = connection.port();
         Ok(Self { connection: Arc::new(Mutex::new(connection)), port })
+    }
+
+    /// The same, if the kernel can do all that our tables need in these families; the error says what is missing.
+    pub async fn open_probed(families: &[IpFamily]) -> Result<Self, String> {
+        let mut client = Self::open().map_err(|error| error.to_string())?;
+        for family in families.iter().copied() {
+            let missing = client.with(move |connection| probe(connection, family)).await;
+            let missing = missing.map_err(|error| error.to_string())?;
+            if !missing.is_empty() {
+                let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
+                return Err(format!("{family:?}: {}", names.join("; ")));
+            }
+        }
+        Ok(client)
     }
 
     /// See [`Connection::port`].

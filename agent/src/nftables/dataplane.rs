@@ -10,8 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt as _;
-use futures::stream::FuturesUnordered;
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
@@ -19,10 +17,9 @@ use super::client::{self, Client};
 use super::compare::{Repair, compare};
 use super::error::Error;
 use super::layout::{self, Limit, State, table};
-use super::probe::probe;
 use super::read::Installed;
-use super::ruleset::{Elements, Operation, Origin, Ruleset, Transaction};
-use super::watch::Watch;
+use super::ruleset::{Elements, Origin, Ruleset, Transaction};
+use super::watch::Watches;
 use crate::conntrack::Target;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, NodePlan, Plan, PortId};
@@ -43,7 +40,7 @@ pub struct Dataplane {
     /// What the last look has found to differ.
     found: BTreeMap<IpFamily, Repair>,
     /// What tells of changes by others.
-    watches: BTreeMap<IpFamily, Watch>,
+    watches: Watches,
     /// Families that were read and found right, and that nobody else has touched since, by the word of their watch.
     untouched: BTreeSet<IpFamily>,
 }
@@ -63,16 +60,7 @@ impl Dataplane {
     /// Finds out whether this kernel can do all that we need; the error says what is missing. Writes to the network namespace of
     /// this thread. Knows nothing of what is installed yet: the first [`Dataplane::sync`] reads it and writes what differs.
     pub async fn open(families: &[IpFamily]) -> Result<Self, String> {
-        let mut client = Client::open().map_err(|error| error.to_string())?;
-        for family in families.iter().copied() {
-            let missing = client.with(move |connection| probe(connection, family)).await;
-            let missing = missing.map_err(|error| error.to_string())?;
-            if !missing.is_empty() {
-                let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
-                return Err(format!("{family:?}: {}", names.join("; ")));
-            }
-        }
-        Ok(Self::new(client, families))
+        Ok(Self::new(Client::open_probed(families).await?, families))
     }
 
     /// What an earlier process has left in these families, to be removed.
@@ -86,7 +74,7 @@ impl Dataplane {
             families: families.to_vec(),
             known: BTreeMap::new(),
             found: BTreeMap::new(),
-            watches: BTreeMap::new(),
+            watches: Watches::default(),
             untouched: BTreeSet::new(),
         }
     }
@@ -99,23 +87,11 @@ impl Dataplane {
 
     /// Waits until somebody else has changed something that may be ours; for ever where the kernel does not tell.
     pub async fn changed(&mut self) {
-        let watches = self.watches.iter_mut();
-        let mut waiting: FuturesUnordered<_> =
-            watches.map(|(family, watch)| async move { (*family, watch.changed().await) }).collect();
-        let told = waiting.next().await;
-        drop(waiting);
-        match told {
-            Some((family, Ok(_))) => {
+        match self.watches.changed().await {
+            Some(family) => {
                 self.untouched.remove(&family);
             }
-            Some((_, Err(error))) => {
-                info!(
-                    "the kernel's notices about tables cannot be read ({error}); reading the tables instead"
-                );
-                self.watches.clear();
-                self.untouched.clear();
-            }
-            None => std::future::pending().await,
+            None => self.untouched.clear(),
         }
     }
 
@@ -202,21 +178,9 @@ impl Dataplane {
         }
         known.elements = elements;
         self.settle(&mut known).await?;
-        self.listen(node.family);
+        // Only after the first load: while somebody listens, the kernel tells of each element, which makes a load far slower.
+        self.watches.listen(layout::table(node.family), self.client.port());
         Ok((known, written))
-    }
-
-    /// Only after the first load: while somebody listens, the kernel tells of each element, which makes a load far slower.
-    fn listen(&mut self, family: IpFamily) {
-        match Watch::open(table(family), self.client.port()) {
-            Ok(watch) => {
-                self.watches.insert(family, watch);
-            }
-            Err(error) => info!(
-                ?family,
-                "the kernel's notices about our table cannot be read ({error}); reading the table instead"
-            ),
-        }
     }
 
     /// Ends a change of the mark bit, once no packet carries the old one any more.
@@ -234,7 +198,7 @@ impl Dataplane {
         if transaction.is_empty() {
             return Ok(0);
         }
-        let (added, deleted) = elements(&transaction);
+        let (added, deleted) = transaction.elements();
         let result = self.client.apply(&table(known.state.family()), Arc::new(transaction)).await;
         result.map_err(|error| known.failed(&error))?;
         known.elements = (known.elements + added).saturating_sub(deleted);
@@ -263,7 +227,7 @@ impl Dataplane {
             if repair.is_empty() {
                 self.found.remove(&family);
                 // What happens from before this read on, the watch will tell.
-                if self.watches.contains_key(&family) {
+                if self.watches.has(family) {
                     self.untouched.insert(family);
                 }
             } else {
@@ -337,19 +301,6 @@ impl Known {
             self.limits = limits.clone();
         }
     }
-}
-
-/// How many elements a transaction adds and deletes.
-fn elements(transaction: &Transaction) -> (usize, usize) {
-    let (mut added, mut deleted) = (0, 0);
-    for (operation, _) in &transaction.operations {
-        match operation {
-            Operation::AddElements { elements, .. } => added += elements.len(),
-            Operation::DeleteElements { elements, .. } => deleted += elements.len(),
-            _ => {}
-        }
-    }
-    (added, deleted)
 }
 
 /// A failure in words.

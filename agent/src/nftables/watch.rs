@@ -7,9 +7,15 @@
 //! as long, one of 130,000 five times (2.2 s instead of 0.4 s). So listen after the first load, not before. Small changes
 //! do not suffer.
 
+use std::collections::BTreeMap;
+
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
 use nix::errno::Errno;
 use nix::sys::socket::SockFlag;
+use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::net::UnixDatagram;
+use tracing::info;
 
 use super::connection::errno;
 use super::error::Error;
@@ -24,6 +30,54 @@ pub struct Watch {
     table: Table,
     own: u32,
     buffer: Vec<u8>,
+}
+
+/// What tells of changes of our tables, by their family.
+#[derive(Default)]
+pub struct Watches(BTreeMap<IpFamily, Watch>);
+
+impl Watches {
+    /// Listens from now on, in place of an earlier watch of that family. A kernel that does not tell is no error: the table
+    /// is to be read then.
+    pub fn listen(&mut self, table: Table, own: u32) {
+        let family = table.family;
+        match Watch::open(table, own) {
+            Ok(watch) => {
+                self.0.insert(family, watch);
+            }
+            Err(error) => info!(
+                ?family,
+                "the kernel's notices about our table cannot be read ({error}); reading the table instead"
+            ),
+        }
+    }
+
+    /// Whether the kernel tells about the table of this family.
+    #[must_use]
+    pub fn has(&self, family: IpFamily) -> bool {
+        self.0.contains_key(&family)
+    }
+
+    /// Waits until somebody else has touched a table, and returns whose: `None` if that is not known, and never will be
+    /// again. For ever where the kernel does not tell.
+    pub async fn changed(&mut self) -> Option<IpFamily> {
+        let watches = self.0.iter_mut();
+        let mut waiting: FuturesUnordered<_> =
+            watches.map(|(family, watch)| async move { (*family, watch.changed().await) }).collect();
+        let told = waiting.next().await;
+        drop(waiting);
+        match told {
+            Some((family, Ok(_))) => Some(family),
+            Some((_, Err(error))) => {
+                info!(
+                    "the kernel's notices about tables cannot be read ({error}); reading the tables instead"
+                );
+                self.0.clear();
+                None
+            }
+            None => std::future::pending().await,
+        }
+    }
 }
 
 /// Why the table should be read.

@@ -130,6 +130,15 @@ impl Cluster {
         self.pending.merge(changes);
     }
 
+    /// Some change: of the configuration now and then, of the cluster mostly.
+    pub fn step(&mut self, seed: u64) {
+        if seed.is_multiple_of(50) {
+            self.configure(seed);
+        } else {
+            self.apply(change(seed));
+        }
+    }
+
     /// Some change of the configuration.
     pub fn configure(&mut self, seed: u64) {
         self.set_config(random_config(&mut Dice::new(seed)));

@@ -12,8 +12,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt as _;
-use futures::stream::FuturesUnordered;
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
@@ -31,9 +29,8 @@ use crate::nftables::client::{self, Client};
 use crate::nftables::compare::{Repair, compare};
 use crate::nftables::error::Error;
 use crate::nftables::failed;
-use crate::nftables::probe::probe;
-use crate::nftables::ruleset::{Operation, Ruleset, Transaction};
-use crate::nftables::watch::Watch;
+use crate::nftables::ruleset::{Ruleset, Transaction};
+use crate::nftables::watch::Watches;
 use crate::plan::{Changes, Entrance, NodePlan, Plan, PortId, PortPlan};
 
 /// What metrics call our tables.
@@ -47,7 +44,7 @@ pub struct Dataplane {
     order: Vec<IpFamily>,
     localhost: Localhost,
     found: BTreeMap<IpFamily, Repair>,
-    watches: BTreeMap<IpFamily, Watch>,
+    watches: Watches,
 }
 
 /// The proxy of one family.
@@ -73,15 +70,7 @@ impl Dataplane {
     /// Finds out whether this kernel can lead packets to a proxy; the error says what is missing. Opens sockets in the network namespace
     /// of this thread. Knows nothing of what is installed yet.
     pub async fn open(families: &[IpFamily], counters: Counters) -> Result<Self, String> {
-        let mut client = Client::open().map_err(|error| error.to_string())?;
-        for family in families.iter().copied() {
-            let missing = client.with(move |connection| probe(connection, family)).await;
-            let missing = missing.map_err(|error| error.to_string())?;
-            if !missing.is_empty() {
-                let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
-                return Err(format!("{family:?}: {}", names.join("; ")));
-            }
-        }
+        let client = Client::open_probed(families).await?;
         Ok(Self::new(client, families, Shared::new(counters, Limits::of_process())))
     }
 
@@ -99,7 +88,7 @@ impl Dataplane {
             families: families.iter().map(|family| (*family, Family::default())).collect(),
             order: families.to_vec(),
             found: BTreeMap::new(),
-            watches: BTreeMap::new(),
+            watches: Watches::default(),
         }
     }
 
@@ -124,19 +113,7 @@ impl Dataplane {
 
     /// Waits until somebody else has changed our tables; for ever where the kernel does not tell.
     pub async fn changed(&mut self) {
-        let mut waiting: FuturesUnordered<_> = self.watches.values_mut().map(Watch::changed).collect();
-        let told = waiting.next().await;
-        drop(waiting);
-        match told {
-            Some(Ok(_)) => {}
-            Some(Err(error)) => {
-                info!(
-                    "the kernel's notices about tables cannot be read ({error}); reading the tables instead"
-                );
-                self.watches.clear();
-            }
-            None => std::future::pending().await,
-        }
+        self.watches.changed().await;
     }
 
     /// Makes proxy and kernel equal to the plan. One family failing never keeps the other from being served.
@@ -220,14 +197,8 @@ impl Dataplane {
         let repair = compare(&steering.full(), read.as_ref());
         let written = self.write(family, repair.first).await? + self.write(family, repair.then).await?;
         self.found.remove(&family);
-        if !self.watches.contains_key(&family) {
-            match Watch::open(table(family), self.client.port()) {
-                Ok(watch) => drop(self.watches.insert(family, watch)),
-                Err(error) => info!(
-                    ?family,
-                    "the kernel's notices about our table cannot be read ({error}); reading the table instead"
-                ),
-            }
+        if !self.watches.has(family) {
+            self.watches.listen(table(family), self.client.port());
         }
         Ok(written)
     }
@@ -236,16 +207,10 @@ impl Dataplane {
         if transaction.is_empty() {
             return Ok(0);
         }
-        let count = |operation: &Operation| match operation {
-            Operation::AddElements { elements, .. } | Operation::DeleteElements { elements, .. } => {
-                elements.len()
-            }
-            _ => 0,
-        };
-        let written = transaction.operations.iter().map(|(operation, _)| count(operation)).sum();
+        let (added, deleted) = transaction.elements();
         let result = self.client.apply(&table(family), Arc::new(transaction)).await;
         result.map_err(|error| failed(family, &error))?;
-        Ok(written)
+        Ok(added + deleted)
     }
 
     /// Reads the kernel and says where it differs from what was last written. Empty: equal. Changes nothing; see

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::nftables::layout::tests::{kernel, walk};
 use crate::nftables::text;
-use crate::plan::random::{Cluster, FAMILIES, any_packet, change, start};
+use crate::plan::random::{Cluster, FAMILIES, any_packet, start};
 use crate::plan::{Packet, Verdict};
 
 /// A cluster, and the tables of both families.
@@ -122,11 +122,7 @@ proptest! {
     ) {
         let mut world = World::new();
         for (seed, sync) in seeds {
-            if seed % 50 == 0 {
-                world.cluster.configure(seed);
-            } else {
-                world.cluster.apply(change(seed));
-            }
+            world.cluster.step(seed);
             if sync {
                 world.sync();
             }

@@ -71,6 +71,20 @@ impl Transaction {
         self.operations.is_empty()
     }
 
+    /// How many elements it adds and deletes.
+    #[must_use]
+    pub fn elements(&self) -> (usize, usize) {
+        let (mut added, mut deleted) = (0, 0);
+        for (operation, _) in &self.operations {
+            match operation {
+                Operation::AddElements { elements, .. } => added += elements.len(),
+                Operation::DeleteElements { elements, .. } => deleted += elements.len(),
+                _ => {}
+            }
+        }
+        (added, deleted)
+    }
+
     /// Adds an operation at the end.
     pub fn push(&mut self, operation: Operation, origin: Origin) {
         self.operations.push((operation, origin));

@@ -139,11 +139,7 @@ proptest! {
     ) {
         let mut world = World::new();
         for (seed, sync) in seeds {
-            if seed % 50 == 0 {
-                world.cluster.configure(seed);
-            } else {
-                world.cluster.apply(change(seed));
-            }
+            world.cluster.step(seed);
             if sync {
                 world.sync();
             }
