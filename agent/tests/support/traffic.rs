@@ -169,7 +169,7 @@ pub async fn ask_with(
                 Ok(line)
             }
             Protocol::Udp => {
-                let socket = tokio::net::UdpSocket::bind(from).await?;
+                let socket = tokio::net::UdpSocket::bind(SocketAddr::new(from.ip(), fresh_port())).await?;
                 socket.connect(to).await?;
                 // The node's own rules drop or reject what it sends: which of the two, only the answer says.
                 match socket.send(bytes).await {
@@ -180,11 +180,7 @@ pub async fn ask_with(
                 let length = socket.recv(&mut buffer).await?;
                 Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
             }
-            Protocol::Sctp => {
-                // Raw sockets have no ports of their own.
-                static PORT: AtomicU16 = AtomicU16::new(10_000);
-                sctp::ask(from.ip(), PORT.fetch_add(1, Ordering::Relaxed) | 1024, to).await
-            }
+            Protocol::Sctp => sctp::ask(from.ip(), fresh_port(), to).await,
         }
     });
     match outcome.await {
@@ -196,6 +192,13 @@ pub async fn ask_with(
         Ok(Err(error)) => classify(&error),
         Err(_) => Answer::Nothing,
     }
+}
+
+/// A port that no flow of the last minutes had: conntrack would lead a new flow with the ports of an old one where that one went.
+/// Below those that the kernel gives out, and those of servers.
+fn fresh_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    10_000 + NEXT.fetch_add(1, Ordering::Relaxed) % 20_000
 }
 
 /// A connection that stays open.
