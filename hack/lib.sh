@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.." || exit 1
 kernel_packages="iptables nftables ipset conntrack iproute2"
 cluster_packages="$kernel_packages containerd runc containernetworking-plugins busybox-static curl netcat-openbsd"
 image_packages="debootstrap"
+# A kernel that has IPVS, and what loads its modules.
+uml_packages="$kernel_packages user-mode-linux kmod"
 
 # ensure_packages PACKAGE... installs those Debian packages that are missing.
 ensure_packages() {
@@ -48,12 +50,15 @@ ensure_toolchain() {
   done
 }
 
+# target_dir prints the folder of what cargo builds.
+target_dir() { cargo metadata --format-version 1 --no-deps | sed 's/.*"target_directory":"\([^"]*\)".*/\1/'; }
+
 # run_tool BINARY ARGUMENT... builds a binary of the e2e crate and becomes it, in the caller's folder.
 run_tool() {
   binary=$1
   shift
   cargo build --quiet --package pointsman-e2e --bin "$binary" || exit 1
-  target=$(cargo metadata --format-version 1 --no-deps | sed 's/.*"target_directory":"\([^"]*\)".*/\1/')
+  target=$(target_dir)
   cd "$caller_dir" || exit 1
   exec "$target/debug/$binary" "$@"
 }

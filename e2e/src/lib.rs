@@ -5,6 +5,7 @@
 //! - [`checks`]: what a user of Services sees, asked from pods, nodes and outside by [`probe`].
 //! - [`bench`]: kube-proxy and Pointsman, measured.
 //! - [`churn`]: Services that change at random.
+//! - [`uml`]: a kernel that has IPVS, as a process.
 //! - [`release`]: the images of Pointsman itself; [`pointsman`]: its status and processes in a cluster.
 
 pub mod addons;
@@ -33,4 +34,5 @@ pub mod stamp;
 pub mod state;
 pub mod teardown;
 pub mod traffic;
+pub mod uml;
 pub mod up;
