@@ -30,6 +30,8 @@ pub enum Component {
     ControllerManager,
     /// The scheduler.
     Scheduler,
+    /// The virtual machine that is the node of this name.
+    Machine(String),
     /// containerd on the node of this name.
     Containerd(String),
     /// The kubelet on the node of this name.
@@ -45,6 +47,7 @@ impl std::fmt::Display for Component {
             Self::ApiServer => f.write_str("kube-apiserver"),
             Self::ControllerManager => f.write_str("kube-controller-manager"),
             Self::Scheduler => f.write_str("kube-scheduler"),
+            Self::Machine(node) => write!(f, "{node}.machine"),
             Self::Containerd(node) => write!(f, "{node}.containerd"),
             Self::Kubelet(node) => write!(f, "{node}.kubelet"),
             Self::KubeProxy(node) => write!(f, "{node}.kube-proxy"),
@@ -62,6 +65,8 @@ pub struct Cluster {
     pub(crate) processes: Processes,
     pub(crate) cgroup: Cgroup,
     client: kube::Client,
+    /// What gets commands to a virtual machine, if there is one.
+    remote: Option<PathBuf>,
 }
 
 impl Cluster {
@@ -81,7 +86,7 @@ impl Cluster {
         let mut identities: Vec<Identity> =
             ["kube-controller-manager", "kube-scheduler", "kube-proxy"].map(Identity::component).to_vec();
         identities.push(Identity::admin());
-        identities.extend((1..=record.nodes).map(|number| Identity::node(&Layout::node_name(number))));
+        identities.extend((1..=record.all_nodes()).map(|number| Identity::node(&Layout::node_name(number))));
         let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
         let addresses = [v4, v6, layout.service(1).v4.into(), layout.service(1).v6.into(), loopback];
         let pki = Pki::ensure(&layout.dir().join("pki"), v4, &addresses, &identities)?;
@@ -95,7 +100,8 @@ impl Cluster {
             pod_networks: layout.pods().list(),
             pki,
         };
-        Ok(Self { layout, record, binary, plane, processes, cgroup, client })
+        let remote = if record.ipvs_node { Some(artifacts::testserver().await?) } else { None };
+        Ok(Self { layout, record, binary, plane, processes, cgroup, client, remote })
     }
 
     /// Takes the cluster `name` down to nothing.
@@ -160,7 +166,8 @@ impl Cluster {
     /// All nodes.
     #[must_use]
     pub fn nodes(&self) -> Vec<Node> {
-        (1..=self.record.nodes).map(|number| Node::new(&self.layout, number)).collect()
+        let remote = |number| self.remote.clone().filter(|_| number > self.record.nodes);
+        (1..=self.record.all_nodes()).map(|number| Node::new(&self.layout, number, remote(number))).collect()
     }
 
     /// The node of this name.
@@ -232,6 +239,7 @@ impl Cluster {
             Component::ApiServer => self.plane.api_server(),
             Component::ControllerManager => self.plane.controller_manager(),
             Component::Scheduler => self.plane.scheduler(),
+            Component::Machine(node) => self.node(node)?.node.machine(self.record.all_nodes()).await?,
             Component::Containerd(node) => self.node(node)?.node.containerd(),
             Component::Kubelet(node) => {
                 self.node(node)?.node.kubelet(&self.binary, &pki.kubeconfig(&Identity::node(node)))
@@ -241,7 +249,11 @@ impl Cluster {
                     anyhow::bail!("this cluster's proxy is {}, not kube-proxy", self.record.proxy);
                 };
                 let kubeconfig = pki.kubeconfig(&Identity::component("kube-proxy"));
-                self.node(node)?.node.kube_proxy(&self.binary, &kubeconfig, mode)?
+                let node = self.node(node)?;
+                // Who asks for a node with IPVS has no IPVS on the machine itself.
+                let elsewhere = mode == "ipvs" && self.record.ipvs_node && !node.is_machine();
+                let mode = if elsewhere { "iptables" } else { mode };
+                node.kube_proxy(&self.binary, &kubeconfig, mode)?
             }
         };
         let of_control_plane =

@@ -20,7 +20,7 @@ use anyhow::{Result, ensure};
 /// How many clusters a machine can hold.
 pub const SLOTS: u8 = 16;
 
-/// How many nodes a cluster can have.
+/// How many nodes a cluster can have, a virtual machine among them.
 pub const MAX_NODES: u8 = 99;
 
 /// The folder of all clusters.

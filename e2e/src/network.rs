@@ -55,12 +55,39 @@ pub async fn create_node(layout: &Layout, number: u8) -> Result<()> {
     output_with_input(in_netns(&netns, "nft").args(["-f", "-"]), &node_ruleset(layout)).await.map(drop)
 }
 
-/// Sets the routes of every node to the pods of the others.
-pub async fn route_pods(layout: &Layout, nodes: u8) -> Result<()> {
-    for number in 1..=nodes {
-        ip(Some(&layout.netns(&Layout::node_name(number))), &pod_routes(layout, number, nodes)).await?;
+/// Sets the routes of node `number`, one of `nodes`, to the pods of the others.
+pub async fn route_pods(layout: &Layout, number: u8, nodes: u8) -> Result<()> {
+    ip(Some(&layout.netns(&Layout::node_name(number))), &pod_routes(layout, number, nodes)).await
+}
+
+/// Joins virtual machine `number` to the fabric, with a device that has its name.
+pub async fn create_tap(layout: &Layout, number: u8) -> Result<()> {
+    let name = Layout::node_name(number);
+    let tap = format!("tuntap add {name} mode tap\nlink set {name} master br0 up\n");
+    ip(Some(&layout.netns("fabric")), &tap).await
+}
+
+/// For `sh` in virtual machine `number`, one of `nodes`: makes of its network what [`create_node`] and [`route_pods`] make
+/// of a namespace's. Its kernel has no NAT of nftables.
+#[must_use]
+pub fn machine_script(layout: &Layout, number: u8, nodes: u8) -> String {
+    let mut script = String::new();
+    for (path, value) in NODE_SETTINGS.lines().filter_map(|line| line.split_once('=')) {
+        let _ = writeln!(script, "echo {value} >/proc/sys/{path}");
     }
-    Ok(())
+    let lines = edge_script(layout, layout.node(number)) + &pod_routes(layout, number, nodes);
+    let _ = writeln!(script, "ip -batch - <<END\n{lines}END");
+    let (pods, first, last) = (layout.pods(), layout.node(1), layout.node(crate::layout::MAX_NODES));
+    for (program, pods, nodes) in [
+        ("iptables", pods.v4, format!("{}-{}", first.v4, last.v4)),
+        ("ip6tables", pods.v6, format!("{}-{}", first.v6, last.v6)),
+    ] {
+        let _ = writeln!(
+            script,
+            "{program} -t nat -A POSTROUTING -s {pods} ! -d {pods} -o eth0 -m iprange ! --dst-range {nodes} -j MASQUERADE"
+        );
+    }
+    script
 }
 
 async fn create_netns(path: &Path) -> Result<()> {

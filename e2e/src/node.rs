@@ -1,9 +1,9 @@
-//! A node: its mount namespace, CNI, containerd and kubelet.
+//! A node: its mount namespace or its virtual machine, CNI, containerd and kubelet.
 //!
 //! In: a layout, a node number and the combined binary. Out: files in the node's folder and command lines. The
 //! node's own mount namespace gives it a /run, /var/log, /var/lib/kubelet, /var/lib/cni and /var/lib/pointsman-agent
 //! of its own (the lock of iptables, the sockets of containerd, pod logs, the agent's checkpoint), and every mount of
-//! its pods is gone with it.
+//! its pods is gone with it. A virtual machine has its own anyway, and is spoken to over the network.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::command::{command, output};
 use crate::files::write;
 use crate::layout::{Addresses, Layout};
+use crate::uml::Machine;
 
 /// The image that holds each pod's namespaces.
 pub const PAUSE_IMAGE: &str = "docker.io/pointsman/pause:dev";
@@ -30,6 +31,27 @@ mount --bind "$dir/cni-state" /var/lib/cni
 mount --bind "$dir/agent-state" /var/lib/pointsman-agent
 mount --make-rshared /
 "#;
+
+/// What a virtual machine does until its end, after its network: `%DIR%` is the node's folder. As in [`MOUNTS`], but all in
+/// memory. kubelet does not start without the speed and the cache of a processor.
+const MACHINE: &str = r#"
+for folder in /var/log /var/lib/kubelet /var/lib/cni /var/lib/pointsman-agent %DIR%/containerd; do
+  mkdir -p "$folder"
+  mount -t tmpfs tmpfs "$folder"
+done
+mount --make-rshared /
+echo +cpu +io +memory +pids >/sys/fs/cgroup/cgroup.subtree_control
+{ cat /proc/cpuinfo; printf 'cpu MHz\t\t: 1000.000\ncache size\t: 1024 KB\n'; } >/run/cpuinfo
+mount --bind /run/cpuinfo /proc/cpuinfo
+hostname %NAME%
+exec %SERVER% remote-serve %ADDRESS% %PEER%
+"#;
+
+/// Where a virtual machine takes commands.
+const REMOTE_PORT: u16 = 10_111;
+
+/// Its memory in MiB: images, containers' files and pods.
+const MACHINE_MEMORY: u32 = 4096;
 
 /// The configuration file of kube-proxy in `mode` on `node`: its defaults, but for what must be told.
 #[must_use]
@@ -51,13 +73,21 @@ pub struct Node {
     layout: Layout,
     number: u8,
     name: String,
+    remote: Option<PathBuf>,
 }
 
 impl Node {
-    /// The node with this number, counted from 1.
+    /// The node with this number, counted from 1. `remote` is the test server, by which commands get to a virtual machine;
+    /// none for a node in namespaces.
     #[must_use]
-    pub fn new(layout: &Layout, number: u8) -> Self {
-        Self { layout: layout.clone(), number, name: Layout::node_name(number) }
+    pub fn new(layout: &Layout, number: u8, remote: Option<PathBuf>) -> Self {
+        Self { layout: layout.clone(), number, name: Layout::node_name(number), remote }
+    }
+
+    /// Whether it is a virtual machine.
+    #[must_use]
+    pub fn is_machine(&self) -> bool {
+        self.remote.is_some()
     }
 
     /// Its name in Kubernetes.
@@ -88,12 +118,45 @@ impl Node {
         self.dir().join("containerd.sock")
     }
 
-    /// The words that run the words after them in the node's namespaces.
+    fn remote_address(&self) -> String {
+        format!("{}:{REMOTE_PORT}", self.addresses().v4)
+    }
+
+    /// The words that enter the network namespace in which the bridge is.
+    fn enter_fabric(&self) -> Vec<String> {
+        let net = format!("--net={}", self.layout.netns("fabric").display());
+        ["nsenter", &net, "--"].map(str::to_owned).to_vec()
+    }
+
+    /// The words that run the words after them on the node: in its namespaces, or in its virtual machine.
     #[must_use]
     pub fn enter(&self) -> Vec<String> {
+        if let Some(remote) = &self.remote {
+            let mut words = self.enter_fabric();
+            words.extend([remote.display().to_string(), "remote".to_owned(), self.remote_address()]);
+            return words;
+        }
         let net = format!("--net={}", self.layout.netns(&self.name).display());
         let mount = format!("--mount={}", self.layout.mntns(&self.name).display());
         ["nsenter", &net, &mount, "--"].map(str::to_owned).to_vec()
+    }
+
+    /// The words that run the virtual machine, one of `nodes`.
+    pub async fn machine(&self, nodes: u8) -> Result<Vec<String>> {
+        let server = self.remote.as_ref().with_context(|| format!("{} is no virtual machine", self.name))?;
+        let script = MACHINE
+            .replace("%DIR%", &self.dir().display().to_string())
+            .replace("%NAME%", &self.name)
+            .replace("%SERVER%", &server.display().to_string())
+            .replace("%ADDRESS%", &self.remote_address())
+            // The bridge's own address: whoever has it is root here.
+            .replace("%PEER%", &self.layout.gateway().v4.to_string());
+        let network = crate::network::machine_script(&self.layout, self.number, nodes);
+        let arguments = vec![format!("eth0=tuntap,{}", self.name)];
+        let machine = Machine { memory: MACHINE_MEMORY, arguments, ..Machine::default() };
+        let mut words = self.enter_fabric();
+        words.extend(machine.words(&format!("set -e\n{network}{script}")).await?);
+        Ok(words)
     }
 
     /// Makes the mount namespace. It must not exist yet.
@@ -102,6 +165,9 @@ impl Node {
         for part in ["log", "kubelet", "cni-state", "agent-state", "cni", "containerd"] {
             let path = dir.join(part);
             fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        }
+        if self.is_machine() {
+            return Ok(());
         }
         // Mount points, as they would be on a real node.
         for mount_point in ["/var/lib/kubelet", "/var/lib/cni", "/var/lib/pointsman-agent"] {
@@ -161,6 +227,11 @@ state = "/run/containerd"
     }
 
     fn kubelet_configuration(&self) -> serde_json::Value {
+        let cgroup = if self.is_machine() {
+            "/".to_owned()
+        } else {
+            format!("/{}/{}", self.layout.cgroup(), self.name)
+        };
         let never_evict = json!({
             "memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%",
         });
@@ -173,7 +244,7 @@ state = "/run/containerd"
             "clusterDomain": "cluster.local",
             "containerRuntimeEndpoint": format!("unix://{}", self.socket().display()),
             "cgroupDriver": "cgroupfs",
-            "cgroupRoot": format!("/{}/{}", self.layout.cgroup(), self.name),
+            "cgroupRoot": cgroup,
             "failCgroupV1": false,
             "enforceNodeAllocatable": [],
             "failSwapOn": false,
@@ -191,10 +262,12 @@ state = "/run/containerd"
     #[must_use]
     pub fn object(&self) -> serde_json::Value {
         let pods = self.layout.node_pods(self.number);
+        let kernel = if self.is_machine() { "ipvs" } else { "host" };
         json!({
             "apiVersion": "v1", "kind": "Node",
             "metadata": {"name": self.name, "labels": {
                 "kubernetes.io/hostname": self.name, "kubernetes.io/os": "linux",
+                "pointsman.dev/kernel": kernel,
                 "topology.kubernetes.io/region": "testbed",
                 "topology.kubernetes.io/zone": format!("zone{}", self.number),
             }},
@@ -244,8 +317,10 @@ state = "/run/containerd"
 
     /// Runs `ctr` for Kubernetes' containers on this node.
     pub async fn ctr(&self, args: &[&str]) -> Result<String> {
-        let mut ctr = command("ctr", ["--address"]);
-        output(ctr.arg(self.socket()).args(["--namespace", "k8s.io"]).args(args)).await
+        let enter = self.enter();
+        let mut ctr = command(&enter[0], &enter[1..]);
+        ctr.args(["ctr", "--address"]).arg(self.socket()).args(["--namespace", "k8s.io"]).args(args);
+        output(&mut ctr).await
     }
 
     /// Imports the images of a tar archive, unless this very file was imported before.

@@ -17,7 +17,7 @@ use tokio::process::{Child, Command};
 
 use crate::artifacts;
 use crate::cluster::Cluster;
-use crate::command::{command, output};
+use crate::command::output;
 
 /// Where a request comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,16 +108,22 @@ impl Cluster {
             Place::Node(node) => Ok(self.node(node)?.command(words)),
             Place::Outside => Ok(self.outside_command(words)),
             Place::Pod { namespace, name } => {
-                let pid = self.pod_pid(namespace, name).await?;
-                let mut nsenter = command("nsenter", [format!("--net=/proc/{pid}/ns/net")]);
-                nsenter.arg("--").args(words);
-                Ok(nsenter)
+                let (node, pid) = self.pod_process(namespace, name).await?;
+                let net = format!("--net=/proc/{pid}/ns/net");
+                let mut enter = vec!["nsenter", &net, "--"];
+                enter.extend(words);
+                Ok(self.node(&node)?.command(&enter))
             }
         }
     }
 
     /// The number of the process of a pod's first container.
     pub async fn pod_pid(&self, namespace: &str, name: &str) -> Result<i32> {
+        self.pod_process(namespace, name).await.map(|(_, pid)| pid)
+    }
+
+    /// The node of a pod, and the number of the process of its first container there.
+    async fn pod_process(&self, namespace: &str, name: &str) -> Result<(String, i32)> {
         let pod = Api::<Pod>::namespaced(self.client(), namespace).get(name).await?;
         let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
         let node = node.with_context(|| format!("the pod {name} is on no node"))?;
@@ -129,7 +135,8 @@ impl Cluster {
         let tasks = self.node(&node)?.ctr(&["tasks", "list"]).await?;
         let task =
             tasks.lines().find(|line| line.starts_with(id)).and_then(|line| line.split_whitespace().nth(1));
-        task.and_then(|pid| pid.parse().ok()).with_context(|| format!("containerd runs no container {id}"))
+        let pid = task.and_then(|pid| pid.parse().ok());
+        Ok((node, pid.with_context(|| format!("containerd runs no container {id}"))?))
     }
 }
 

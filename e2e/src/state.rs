@@ -74,8 +74,10 @@ impl From<Proxy> for String {
 pub struct Record {
     /// The slot, which no other cluster has.
     pub slot: u8,
-    /// The number of nodes.
+    /// The number of nodes in namespaces.
     pub nodes: u8,
+    /// Whether the last node is a virtual machine besides these, whose kernel has IPVS.
+    pub ipvs_node: bool,
     /// What serves Services.
     pub proxy: Proxy,
     /// Whether namespaces, links and cgroups were all made: if not, they are made anew from nothing.
@@ -106,6 +108,12 @@ impl Record {
             .with_context(|| format!("writing {}", path.display()))
     }
 
+    /// The number of all nodes.
+    #[must_use]
+    pub fn all_nodes(&self) -> u8 {
+        self.nodes + u8::from(self.ipvs_node)
+    }
+
     /// The layout of the cluster.
     pub fn layout(&self, name: &str) -> Result<Layout> {
         Layout::new(name, self.slot)
@@ -113,7 +121,7 @@ impl Record {
 }
 
 /// The record of the cluster `name`, created in a free slot if there is none.
-pub async fn record_or_create(name: &str, nodes: u8, proxy: Proxy) -> Result<Record> {
+pub async fn record_or_create(name: &str, nodes: u8, ipvs_node: bool, proxy: Proxy) -> Result<Record> {
     layout::check_name(name)?;
     fs::create_dir_all(ROOT).with_context(|| format!("creating {ROOT}: are you root?"))?;
     let _lock = lock(&Path::new(ROOT).join(".lock")).await?;
@@ -125,7 +133,7 @@ pub async fn record_or_create(name: &str, nodes: u8, proxy: Proxy) -> Result<Rec
     let slot = (0..SLOTS).find(|slot| !used.contains(slot));
     let slot =
         slot.with_context(|| format!("all {SLOTS} slots are used: take a cluster down ({ROOT} lists them)"))?;
-    let record = Record { slot, nodes, proxy, foundation: false };
+    let record = Record { slot, nodes, ipvs_node, proxy, foundation: false };
     record.store(name)?;
     Ok(record)
 }

@@ -3,9 +3,9 @@
 //!
 //! In: a command, and what it may use. Out: a process that runs the command in that kernel, on the machine's files. It sees
 //! them all; what it writes goes to memory, except in folders that are shared. The process has a mount and a process
-//! namespace of its own and dies with the thread that started it: nothing of it can stay.
+//! namespace of its own, which end with it: nothing of it can stay.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -35,47 +35,54 @@ impl Default for Machine {
 }
 
 impl Machine {
-    /// A command of the host that boots the kernel, runs `script` in a shell in it, and exits as the script does; with 125
-    /// and the kernel's messages if it did not come to that. The environment is handed on. Standard output and error
-    /// are the script's, standard input is empty.
-    pub async fn command(&self, script: &str) -> Result<Command> {
+    /// The words of a host's command that boots the kernel, runs `script` in a shell in it, and exits as the script does;
+    /// with 125 and the kernel's messages if it did not come to that. The environment is handed on. Standard output and
+    /// error are the script's, its standard input is empty.
+    pub async fn words(&self, script: &str) -> Result<Vec<String>> {
         ensure!(
-            Path::new("/usr/bin/linux.uml").exists(),
+            Path::new("/usr/bin/linux.uml").exists() && Path::new("/sbin/modprobe").exists(),
             "user-mode-linux is missing: apt-get install user-mode-linux kmod"
         );
-        let mut shared = String::new();
+        let mut shared = Vec::new();
         for folder in &self.shared {
-            let path = folder.to_str().context("a shared folder's path is not UTF-8")?;
+            let path = text(folder.as_os_str())?;
             ensure!(folder.is_absolute() && folder.is_dir(), "{path}: not the absolute path of a folder");
             ensure!(!path.contains(['\n', ',']), "{path}: a shared folder's path has no comma");
-            shared += &format!("{path}\n");
+            shared.push(path);
         }
-        // Whoever started it may be killed: then setpriv is, with it unshare, and so all inside.
-        let mut boot = command("setpriv", ["--pdeathsig", "KILL", "unshare"]);
-        boot.args(["--mount", "--pid", "--mount-proc", "--fork", "--kill-child=KILL", "--", "sh"]);
         let scripts = repository().join("e2e/src/uml");
-        boot.arg(scripts.join("host.sh"))
-            .arg(xstate().await?)
-            .arg(scripts.join("init.sh"))
-            .arg(script)
-            .arg(shared);
-        boot.arg(format!("mem={}M", self.memory)).args(&self.arguments);
-        Ok(boot)
+        let unshare =
+            ["unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child=KILL", "--", "sh"];
+        let mut words = unshare.map(str::to_owned).to_vec();
+        for path in [scripts.join("host.sh"), xstate().await?, scripts.join("init.sh")] {
+            words.push(text(path.as_os_str())?.to_owned());
+        }
+        words.extend([script.to_owned(), shared.join("\n"), format!("mem={}M", self.memory)]);
+        words.extend(self.arguments.iter().cloned());
+        Ok(words)
+    }
+
+    /// The command of these words, which ends with the thread that starts it: then setpriv is killed, with it unshare, and
+    /// so all inside.
+    pub async fn command(&self, script: &str) -> Result<Command> {
+        let mut setpriv = command("setpriv", ["--pdeathsig", "KILL"]);
+        setpriv.args(self.words(script).await?);
+        Ok(setpriv)
     }
 }
 
 /// A script that becomes `words` in the folder that this process is in.
 pub fn script(words: &[OsString]) -> Result<String> {
-    let mut script = format!("cd {} && exec", word(std::env::current_dir()?.as_os_str())?);
-    for text in words {
+    let mut script = format!("cd {} && exec", quoted(text(std::env::current_dir()?.as_os_str())?));
+    for word in words {
         script += " ";
-        script += &word(text)?;
+        script += &quoted(text(word)?);
     }
     Ok(script)
 }
 
-fn word(text: &std::ffi::OsStr) -> Result<String> {
-    text.to_str().map(quoted).with_context(|| format!("{}: not UTF-8", text.display()))
+fn text(word: &OsStr) -> Result<&str> {
+    word.to_str().with_context(|| format!("{}: not UTF-8", word.display()))
 }
 
 /// What is preloaded into user-mode-linux; says itself why.
@@ -91,13 +98,11 @@ async fn xstate() -> Result<PathBuf> {
 pub async fn run(mut command: Command, limit: Duration) -> Result<u8> {
     let mut child =
         command.stdin(Stdio::null()).spawn().context("cannot start setpriv: is util-linux installed?")?;
-    match timeout(limit, child.wait()).await {
+    if let Ok(status) = timeout(limit, child.wait()).await {
         // Without a status it was killed by a signal.
-        Ok(status) => Ok(status?.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(125)),
-        Err(_) => {
-            child.kill().await?;
-            eprintln!("uml: stopped after {} s", limit.as_secs());
-            Ok(124)
-        }
+        return Ok(status?.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(125));
     }
+    child.kill().await?;
+    eprintln!("uml: stopped after {} s", limit.as_secs());
+    Ok(124)
 }

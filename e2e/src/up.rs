@@ -16,6 +16,7 @@ use tokio::time::sleep;
 
 use crate::cluster::{Cluster, Component};
 use crate::layout::MAX_NODES;
+use crate::node::Node;
 use crate::progress::step;
 use crate::state::{Proxy, Record};
 use crate::{addons, control_plane, images, network, state, teardown};
@@ -27,6 +28,8 @@ pub struct Options {
     pub name: String,
     /// The number of nodes; 2 if not given, or as many as there are.
     pub nodes: Option<u8>,
+    /// Whether one more node is a virtual machine whose kernel has IPVS.
+    pub ipvs_node: bool,
     /// What serves Services; Pointsman if not given, or what does already.
     pub proxy: Option<Proxy>,
 }
@@ -35,7 +38,7 @@ impl Options {
     /// A cluster of two nodes.
     #[must_use]
     pub fn new(name: &str, proxy: Proxy) -> Self {
-        Self { name: name.to_owned(), nodes: None, proxy: Some(proxy) }
+        Self { name: name.to_owned(), nodes: None, ipvs_node: false, proxy: Some(proxy) }
     }
 }
 
@@ -69,6 +72,9 @@ impl Cluster {
         .await?;
         let record = record(options).await?;
         let cluster = Self::on_foundation(&options.name, record).await?;
+        if cluster.record.ipvs_node {
+            step("virtual machine", cluster.start_machine()).await?;
+        }
         step("control plane and containerd", async {
             tokio::try_join!(cluster.start_control_plane(), cluster.start_containerds(&archives)).map(drop)
         })
@@ -101,16 +107,28 @@ impl Cluster {
             cluster.cgroup.create(&names)?;
             network::create(&cluster.layout).await?;
             for (number, node) in (1..).zip(&nodes) {
-                network::create_node(&cluster.layout, number).await?;
+                if node.is_machine() {
+                    network::create_tap(&cluster.layout, number).await?;
+                } else {
+                    network::create_node(&cluster.layout, number).await?;
+                    network::route_pods(&cluster.layout, number, cluster.record.all_nodes()).await?;
+                }
                 node.create_mounts().await?;
                 node.configure()?;
             }
-            network::route_pods(&cluster.layout, cluster.record.nodes).await?;
             cluster.record.foundation = true;
             cluster.record.store(name)?;
             Ok(cluster)
         })
         .await
+    }
+
+    async fn start_machine(&self) -> Result<()> {
+        let node = self.nodes().into_iter().find(Node::is_machine).context("no virtual machine")?;
+        let machine = Component::Machine(node.name().to_owned());
+        self.start(&machine).await?;
+        let handle = self.node(node.name())?;
+        self.wait_until(&[machine], async || Ok(handle.exec(&["true"]).await.is_ok())).await
     }
 
     async fn start_control_plane(&self) -> Result<()> {
@@ -219,22 +237,26 @@ fn is_ready(node: &NodeObject) -> bool {
 /// The record of the cluster, made if this is the first time.
 async fn record(options: &Options) -> Result<Record> {
     let nodes = options.nodes.unwrap_or(2);
-    state::record_or_create(&options.name, nodes, options.proxy.clone().unwrap_or_default()).await
+    let (name, ipvs_node) = (&options.name, options.ipvs_node);
+    state::record_or_create(name, nodes, ipvs_node, options.proxy.clone().unwrap_or_default()).await
 }
 
 /// Refuses what cannot be, and what the cluster is not, before anything is done.
 fn check_options(options: &Options) -> Result<()> {
     if let Some(nodes) = options.nodes {
-        ensure!((1..=MAX_NODES).contains(&nodes), "{nodes} nodes: give 1 to {MAX_NODES}");
+        ensure!((1..MAX_NODES).contains(&nodes), "{nodes} nodes: give 1 to {}", MAX_NODES - 1);
     }
     let Some(record) = Record::load(&options.name)? else { return Ok(()) };
     let same_nodes = options.nodes.is_none_or(|nodes| nodes == record.nodes);
+    // As without a number of nodes: not to ask for it is to take what there is.
+    let same_nodes = same_nodes && (record.ipvs_node || !options.ipvs_node);
     let same_proxy = options.proxy.as_ref().is_none_or(|proxy| *proxy == record.proxy);
     ensure!(
         same_nodes && same_proxy,
-        "the cluster {:?} exists with {} nodes and the proxy {}: take it down first, or give another name",
+        "the cluster {:?} exists with {} nodes{} and the proxy {}: take it down first, or give another name",
         options.name,
         record.nodes,
+        if record.ipvs_node { " and one with IPVS" } else { "" },
         record.proxy
     );
     Ok(())

@@ -1,6 +1,7 @@
 // Command testserver is what the test cluster's pods run: a server that tells
 // which pod answered and which client it saw, over HTTP, TCP and UDP; a prober
 // that counts what a constant stream of requests met; and the pause container.
+// On a virtual machine it also runs the commands that the test cluster sends.
 package main
 
 import (
@@ -15,7 +16,9 @@ import (
 const usage = `usage:
   testserver serve [-http :8080] [-tcp :9000] [-udp :9001]
   testserver probe [-timeout 2s] [-interval 50ms] [-duration 1m] [-count N] [-stream] http://HOST:PORT/|tcp://HOST:PORT|udp://HOST:PORT
-  testserver pause`
+  testserver pause
+  testserver remote-serve ADDRESS:PORT PEER
+  testserver remote ADDRESS:PORT WORD...`
 
 func main() {
 	if len(os.Args) < 2 {
@@ -47,6 +50,18 @@ func main() {
 		err = probe(flags.Arg(0), o)
 	case "pause":
 		pause()
+	case "remote-serve":
+		if len(args) != 2 {
+			fmt.Fprintln(os.Stderr, usage)
+			os.Exit(2)
+		}
+		err = remoteServe(args[0], args[1])
+	case "remote":
+		if len(args) < 2 {
+			fmt.Fprintln(os.Stderr, usage)
+			os.Exit(2)
+		}
+		err = remote(args[0], args[1:])
 	default:
 		fmt.Fprintln(os.Stderr, usage)
 		os.Exit(2)

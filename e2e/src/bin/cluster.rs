@@ -12,7 +12,7 @@ use pointsman_e2e::progress::step;
 use pointsman_e2e::state::{self, Proxy};
 use pointsman_e2e::up::{Options, next_steps};
 
-/// A real Kubernetes on this machine: control plane, and nodes in network namespaces.
+/// A real Kubernetes on this machine: control plane, and nodes in network namespaces or in a virtual machine.
 #[derive(Parser)]
 #[command(name = "hack/cluster", bin_name = "hack/cluster")]
 struct Arguments {
@@ -36,6 +36,10 @@ enum Action {
         /// Number of nodes [default: 2]
         #[arg(long)]
         nodes: Option<u8>,
+        /// One more node, a virtual machine whose kernel has IPVS; its label pointsman.dev/kernel is "ipvs".
+        /// kube-proxy:ipvs serves only there, on the other nodes kube-proxy:iptables
+        #[arg(long)]
+        ipvs_node: bool,
         /// What serves Services: pointsman, kube-proxy:iptables|nftables|ipvs, or none [default: pointsman]
         #[arg(long)]
         proxy: Option<Proxy>,
@@ -57,7 +61,7 @@ enum Action {
         /// The image archive
         archive: PathBuf,
     },
-    /// Run a command on a node: in its network and mount namespaces
+    /// Run a command on a node
     Node {
         #[command(flatten)]
         name: Name,
@@ -92,8 +96,8 @@ async fn main() -> ExitCode {
 
 async fn run(action: Action) -> Result<()> {
     match action {
-        Action::Up { name, nodes, proxy } => {
-            let options = Options { name: name.name, nodes, proxy };
+        Action::Up { name, nodes, ipvs_node, proxy } => {
+            let options = Options { name: name.name, nodes, ipvs_node, proxy };
             let start = std::time::Instant::now();
             let cluster = Cluster::up(&options).await?;
             eprintln!("{:>7.1} s  in all", start.elapsed().as_secs_f64());
@@ -127,7 +131,7 @@ async fn run(action: Action) -> Result<()> {
         Action::List => {
             for name in state::list()? {
                 match state::Record::load(&name) {
-                    Ok(Some(record)) => println!("{name}\t{} nodes\t{}", record.nodes, record.proxy),
+                    Ok(Some(record)) => println!("{name}\t{} nodes\t{}", record.all_nodes(), record.proxy),
                     _ => println!("{name}\tunfinished: hack/cluster down --name {name}"),
                 }
             }

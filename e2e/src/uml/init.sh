@@ -43,7 +43,7 @@ done
 cd $root && pivot_root . old && cd / || failed "entering the root"
 umount -l /old && rmdir /old
 mount --make-rshared /
-while read -r folder; do
+while read -r folder || [ -n "$folder" ]; do
   mount -t hostfs -o "$folder" none "$folder" || failed "sharing $folder"
 done </run/uml/shared
 
