@@ -14,6 +14,7 @@ pub mod healthcheck;
 pub mod http;
 pub mod init;
 pub mod iptables;
+pub mod ipvs;
 pub mod kernel;
 pub mod logging;
 pub mod metrics;
