@@ -8,30 +8,26 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, connect, recv, send,
-    setsockopt, socket, sockopt,
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, setsockopt, socket,
+    sockopt,
 };
-use nix::sys::time::{TimeVal, TimeValLike};
 use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 
+use crate::netlink::socket::DATAGRAM;
 use crate::netlink::{
-    ACK, Body, Encoder, Header, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, WireError, attributes,
-    messages,
+    ACK, Body, Encoder, Header, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, Socket, SocketError,
+    WireError, attributes, messages,
 };
 
 /// `NFNLGRP_NFTABLES` of `linux/netfilter/nfnetlink.h`, as a bit.
 const GROUP: u32 = 1 << (7 - 1);
 /// Room for what one large transaction of iptables-nft announces (seen: 81 datagrams for 1,200 chains and rules).
 const RECEIVE_BUFFER: usize = 1024 * 1024;
-/// The kernel joins notices up to a page or two.
-const DATAGRAM: usize = 64 * 1024;
-
-/// Seconds.
-const ANSWER_WITHIN: i64 = 10;
 
 /// `NFNL_SUBSYS_NFTABLES`, the high byte of a message's type.
 const NFTABLES: u16 = 10 << 8;
@@ -178,39 +174,30 @@ const RTM_DELLINK: u16 = 17;
 
 /// Deletes a table and all that is in it, in one transaction, in the network namespace of the calling thread.
 pub fn delete_table(family: IpFamily, name: &str) -> Result<(), Errno> {
-    let batch =
-        |kind, sequence| Header { kind, flags: REQUEST, sequence, family: 0, resource: NFTABLES >> 8 };
+    // All have one number: a kernel without nf_tables refuses the message that begins the batch.
+    let around = |kind| Header { kind, flags: REQUEST, sequence: 1, family: 0, resource: NFTABLES >> 8 };
     let mut encoder = Encoder::default();
-    encoder.message(batch(BATCH_BEGIN, 1), |_| {});
-    encoder.message(Header::new(NFTABLES | DELTABLE, REQUEST | ACK, 2, family), |to| to.string(TABLE, name));
-    encoder.message(batch(BATCH_END, 3), |_| {});
-    ask(SockProtocol::NetlinkNetFilter, &encoder.finish())
+    encoder.message(around(BATCH_BEGIN), |_| {});
+    encoder.message(Header::new(NFTABLES | DELTABLE, REQUEST | ACK, 1, family), |to| to.string(TABLE, name));
+    encoder.message(around(BATCH_END), |_| {});
+    acknowledged(NETLINK_NETFILTER, &encoder.finish())
 }
 
 /// Deletes a network device, in the network namespace of the calling thread.
 pub fn delete_link(index: u32) -> Result<(), Errno> {
-    // struct ifinfomsg begins with the family and 3 bytes that are 0 here, as the header of netfilter does; index, flags and
-    // change follow.
-    let header = Header { kind: RTM_DELLINK, flags: REQUEST | ACK, sequence: 1, family: 0, resource: 0 };
     let mut encoder = Encoder::default();
-    encoder.message(header, |to| to.raw(&[index.to_ne_bytes(), [0; 4], [0; 4]].concat()));
-    ask(SockProtocol::NetlinkRoute, &encoder.finish())
+    // struct ifinfomsg: family and type, index, flags, change.
+    let message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
+    encoder.request(RTM_DELLINK, REQUEST | ACK, 1, &message, |_| {});
+    acknowledged(NETLINK_ROUTE, &encoder.finish())
 }
 
-/// Sends requests of which one asks for an answer, and returns the first answer.
-fn ask(protocol: SockProtocol, requests: &[u8]) -> Result<(), Errno> {
-    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
-    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
-    connect(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
-    send(socket.as_raw_fd(), requests, MsgFlags::empty())?;
-    let mut buffer = vec![0; DATAGRAM];
-    loop {
-        let length = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
-        for message in messages(buffer.get(..length).unwrap_or_default()) {
-            if let Body::Outcome { code, .. } = message.map_err(|_| Errno::EBADMSG)?.body {
-                return if code == 0 { Ok(()) } else { Err(Errno::from_raw(code.saturating_neg())) };
-            }
-        }
+/// Sends requests with the number 1, of which one asks for an answer.
+fn acknowledged(protocol: isize, requests: &[u8]) -> Result<(), Errno> {
+    match Socket::open(protocol, None, None)?.ask(1, requests) {
+        Ok(_) => Ok(()),
+        Err(SocketError::Refused { errno, .. } | SocketError::Failed { errno, .. }) => Err(errno),
+        Err(SocketError::Wire(_)) => Err(Errno::EBADMSG),
     }
 }
 

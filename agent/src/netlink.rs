@@ -1,16 +1,20 @@
 //! The framing of netlink: messages and attributes.
 //!
-//! In: bytes from a netlink socket, or what to say. Out: messages and attributes that borrow from them, or the bytes of
-//! messages. Pure: every byte sequence gives a value or a [`WireError`], never a panic. What attributes mean is said where
+//! In: bytes from a netlink [`socket`], or what to say. Out: messages and attributes that borrow from them, or the bytes of
+//! messages. Pure, but for the socket: every byte sequence gives a value or a [`WireError`], never a panic. What attributes mean is said where
 //! they are used.
 //!
 //! Numbers are in the kernel's order in the headers; netfilter has network order inside.
 
 mod encode;
+mod off_thread;
+pub mod socket;
 
 use thiserror::Error;
 
 pub use encode::{Encoder, Header};
+pub use off_thread::OffThread;
+pub use socket::{Refused, Socket, SocketError};
 
 /// Of a message's header.
 pub const MESSAGE_HEADER: usize = 16;
@@ -209,4 +213,14 @@ pub fn be_u32(what: &'static str, value: &[u8]) -> Result<u32, WireError> {
 /// A number of 64 bits in network order.
 pub fn be_u64(what: &'static str, value: &[u8]) -> Result<u64, WireError> {
     exactly(what, value).map(u64::from_be_bytes)
+}
+
+/// A number of 16 bits in the kernel's order.
+pub fn ne_u16(what: &'static str, value: &[u8]) -> Result<u16, WireError> {
+    exactly(what, value).map(u16::from_ne_bytes)
+}
+
+/// A number of 32 bits in the kernel's order.
+pub fn ne_u32(what: &'static str, value: &[u8]) -> Result<u32, WireError> {
+    exactly(what, value).map(u32::from_ne_bytes)
 }

@@ -3,24 +3,16 @@
 //! In: requests as bytes. Out: datagrams as bytes, or the kernel's error number. [`RunError`] says in words what to do.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 
+use netlink_sys::protocols::NETLINK_NETFILTER;
 use nix::errno::Errno;
-use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, connect, recv, send, setsockopt,
-    socket, sockopt,
-};
-use nix::sys::time::{TimeVal, TimeValLike};
+use nix::sys::socket::{MsgFlags, recv, send};
 use thiserror::Error;
 
 use super::run::Report;
 use super::wire::WireError;
-
-/// The kernel fills datagrams of a dump up to 32 KiB if the reader has room for that.
-pub(super) const DATAGRAM: usize = 64 * 1024;
-
-/// The kernel answers at once; a reader must not hang if it never does.
-const ANSWER_WITHIN: i64 = 10;
+use crate::netlink::socket;
 
 /// Room for the answers to a batch of deletions; a dump waits for its reader by itself.
 const RECEIVE_BUFFER: usize = 1024 * 1024;
@@ -33,21 +25,12 @@ pub(super) trait Transport {
 }
 
 /// A netlink socket in the network namespace of the thread that opened it.
-pub(super) struct Socket(OwnedFd);
+pub(super) struct Socket(netlink_sys::Socket);
 
 impl Socket {
     pub(super) fn open() -> Result<Self, Errno> {
-        let socket = socket(
-            AddressFamily::Netlink,
-            SockType::Raw,
-            SockFlag::SOCK_CLOEXEC,
-            SockProtocol::NetlinkNetFilter,
-        )?;
-        setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
-        // The usual size is enough for a batch; more is only safer, and not allowed in every namespace.
-        let _ = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
-        connect(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
-        Ok(Self(socket))
+        // The usual size is enough for a batch; more is only safer.
+        socket::open(NETLINK_NETFILTER, None, Some(RECEIVE_BUFFER)).map(Self)
     }
 }
 

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::netlink::{Cause, DATAGRAM, RunError, Socket, Transport};
+use super::netlink::{Cause, RunError, Socket, Transport};
 use super::reconciler::Job;
 use super::serving::{Protocol, stale};
 use super::wire::{self, Body, DumpFilter, Entry, WireError};
+use crate::netlink::socket::{DATAGRAM, from_code as errno};
 
 /// Each deletion that fails is answered, and the answers must fit into the usual receive buffer of a socket.
 const BATCH: usize = 128;
@@ -303,11 +304,6 @@ fn receive<'a>(socket: &mut impl Transport, buffer: &'a mut [u8]) -> Result<&'a 
             Err(errno) => return Err(Cause::Socket { doing: "receiving", errno }),
         }
     }
-}
-
-/// The kernel sends error numbers negated.
-fn errno(code: i32) -> Errno {
-    Errno::from_raw(code.saturating_neg())
 }
 
 fn count(number: usize) -> u64 {

@@ -8,36 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::wire::Entry;
-
-/// Transport protocols that services have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[allow(missing_docs, reason = "the usual names")]
-pub enum Protocol {
-    Udp,
-    Sctp,
-    Tcp,
-}
-
-impl Protocol {
-    /// All of them, in the order in which they are looked at.
-    pub const ALL: [Self; 3] = [Self::Udp, Self::Sctp, Self::Tcp];
-
-    /// The number in the IP header.
-    #[must_use]
-    pub fn number(self) -> u8 {
-        match self {
-            Self::Udp => 17,
-            Self::Sctp => 132,
-            Self::Tcp => 6,
-        }
-    }
-
-    /// The protocol with this number, if services can have it.
-    #[must_use]
-    pub fn from_number(number: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|protocol| protocol.number() == number)
-    }
-}
+pub use crate::model::Protocol;
 
 /// A cluster IP, external IP or load-balancer address, with its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

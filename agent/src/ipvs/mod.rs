@@ -1,5 +1,11 @@
 //! Mode ipvs: Services as virtual servers of the kernel's IPVS.
 //!
-//! [`server`] is what virtual and real servers are, and what can be done to them.
+//! [`server`] is what virtual and real servers are, and what can be done to them; [`wire`] the kernel's messages about them;
+//! [`client`] changes and lists them.
 
+pub mod client;
+pub mod error;
 pub mod server;
+pub mod wire;
+
+pub use error::{Error, Refusal};

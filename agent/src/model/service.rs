@@ -44,6 +44,22 @@ impl Protocol {
         }
     }
 
+    /// The number in the IP header.
+    #[must_use]
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+            Self::Sctp => 132,
+        }
+    }
+
+    /// The protocol with this number, if Services can have it.
+    #[must_use]
+    pub fn from_number(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|protocol| protocol.number() == number)
+    }
+
     /// The name in lower case, as the kernel's tools write it.
     #[must_use]
     pub fn lower(self) -> &'static str {

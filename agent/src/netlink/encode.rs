@@ -40,17 +40,29 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// A message with what `fill` adds.
+    /// A netfilter message with what `fill` adds.
     pub fn message(&mut self, header: Header, fill: impl FnOnce(&mut Self)) {
+        let [r0, r1] = header.resource.to_be_bytes();
+        self.request(header.kind, header.flags, header.sequence, &[header.family, 0, r0, r1], fill);
+    }
+
+    /// A message of any subsystem: its own header, a multiple of four bytes, and what `fill` adds.
+    pub fn request(
+        &mut self,
+        kind: u16,
+        flags: u16,
+        sequence: u32,
+        header: &[u8],
+        fill: impl FnOnce(&mut Self),
+    ) {
         let start = self.bytes.len();
         self.bytes.extend([0; 4]);
-        self.bytes.extend(header.kind.to_ne_bytes());
-        self.bytes.extend(header.flags.to_ne_bytes());
-        self.bytes.extend(header.sequence.to_ne_bytes());
+        self.bytes.extend(kind.to_ne_bytes());
+        self.bytes.extend(flags.to_ne_bytes());
+        self.bytes.extend(sequence.to_ne_bytes());
         // The port: the kernel knows who sends.
         self.bytes.extend([0; 4]);
-        self.bytes.extend([header.family, 0]);
-        self.bytes.extend(header.resource.to_be_bytes());
+        self.bytes.extend(header);
         fill(self);
         let length = u32::try_from(self.bytes.len() - start).unwrap_or(u32::MAX);
         self.bytes[start..start + 4].copy_from_slice(&length.to_ne_bytes());
@@ -73,6 +85,11 @@ impl Encoder {
     /// A number of 32 bits in network order.
     pub fn number(&mut self, kind: u16, value: u32) {
         self.attribute(kind, &value.to_be_bytes());
+    }
+
+    /// A number of 32 bits in the kernel's order.
+    pub fn native(&mut self, kind: u16, value: u32) {
+        self.attribute(kind, &value.to_ne_bytes());
     }
 
     /// A string, with the zero that ends it.

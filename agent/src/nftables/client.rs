@@ -1,24 +1,22 @@
 //! A [`Connection`] for async code.
 //!
-//! In and out: the same. A request that is given up is finished nevertheless, and the next one waits for that: so a
-//! transaction never overtakes another one.
+//! In and out: the same, one request after the other, also if one is given up.
 
 use std::sync::Arc;
 
 use nix::errno::Errno;
 use pointsman_crds::proxy_node_status::IpFamily;
-use tokio::sync::Mutex;
-use tokio::task::spawn_blocking;
 
 use super::connection::Connection;
 use super::error::Error;
 use super::probe::probe;
 use super::read::Installed;
 use super::ruleset::{Operation, Origin, Table, Transaction};
+use crate::netlink::OffThread;
 
 /// Writes and reads tables, one request after the other.
 pub struct Client {
-    connection: Arc<Mutex<Connection>>,
+    connection: OffThread<Connection>,
     port: u32,
 }
 
@@ -27,7 +25,7 @@ impl Client {
     pub fn open() -> Result<Self, Error> {
         let connection = Connection::open()?;
         let port = connection.port();
-        Ok(Self { connection: Arc::new(Mutex::new(connection)), port })
+        Ok(Self { connection: OffThread::new(connection), port })
     }
 
     /// The same, if the kernel can do all that our tables need in these families; the error says what is missing.
@@ -73,10 +71,7 @@ impl Client {
         &mut self,
         work: impl FnOnce(&mut Connection) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        // Held by the thread, not by this future, which may be dropped.
-        let mut connection = Arc::clone(&self.connection).lock_owned().await;
-        let task = spawn_blocking(move || work(&mut connection));
-        task.await.map_err(|error| Error::Ended(error.to_string()))?
+        self.connection.with(work).await
     }
 }
 

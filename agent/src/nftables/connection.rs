@@ -5,23 +5,16 @@
 //! Blocking: the kernel works on a request inside of the call that sends it, for a tenth of a second for a large load, so
 //! waiting for readiness would be no gain. [`Client`](super::client::Client) moves it off the async threads.
 
-use std::os::fd::AsRawFd;
-
-use netlink_sys::Socket;
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use nix::errno::Errno;
-use nix::sys::socket::{MsgFlags, NetlinkAddr, getsockname, recv, send, setsockopt, sockopt};
-use nix::sys::time::{TimeVal, TimeValLike as _};
+use nix::sys::socket::MsgFlags;
 
 use super::error::{Error, Refusal};
 use super::ruleset::{Operation, Origin, Table, Transaction};
 use super::wire::{self, Batch, Segment};
-use crate::netlink::{self, Body, DUMP, Encoder, Header, MESSAGE_HEADER, Message, REQUEST, attributes};
+use crate::netlink::socket::explanation;
+use crate::netlink::{self, Body, DUMP, Encoder, Header, Message, REQUEST, Socket, SocketError};
 
-/// The kernel fills datagrams of a dump up to 32 KiB if the reader has room for that.
-const DATAGRAM: usize = 64 * 1024;
-/// The kernel answers at once; a reader must not hang if it never does.
-pub(super) const ANSWER_WITHIN: i64 = 10;
 /// A limit, not an allocation: a transaction is sent in one piece. 20,000 services take about 10 MiB.
 const SEND_BUFFER: usize = 256 << 20;
 /// Room for the answers to a transaction in which everything is wrong; a dump waits for its reader by itself.
@@ -31,40 +24,22 @@ const REFUSALS_AT_MOST: usize = 1000;
 /// Messages of which each element is tried alone: their answers, if all are refused, must fit into the receive buffer.
 const SEGMENTS_AT_MOST: usize = 16;
 
-/// Attributes of an answer (`NLMSGERR_ATTR_*`).
-const ANSWER_MESSAGE: u16 = 1;
-const ANSWER_OFFSET: u16 = 2;
-
 /// A socket in the network namespace of the thread that opened it.
 pub struct Connection {
     socket: Socket,
-    port: u32,
-    sequence: u32,
-    buffer: Vec<u8>,
 }
 
 impl Connection {
     /// Opens a socket.
     pub fn open() -> Result<Self, Error> {
-        let mut socket = Socket::new(NETLINK_NETFILTER).map_err(|error| Error::Open(errno(&error)))?;
-        let set_up = |socket: &mut Socket| -> std::io::Result<u32> {
-            socket.bind_auto()?;
-            socket.set_cap_ack(true)?;
-            socket.set_ext_ack(true)?;
-            setsockopt(socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_WITHIN))?;
-            // Not allowed in every namespace; then large transactions fail, and say so.
-            let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER);
-            let _ = setsockopt(socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
-            Ok(getsockname::<NetlinkAddr>(socket.as_raw_fd())?.pid())
-        };
-        let port = set_up(&mut socket).map_err(|error| Error::Open(errno(&error)))?;
-        Ok(Self { socket, port, sequence: 0, buffer: vec![0; DATAGRAM] })
+        let socket = Socket::open(NETLINK_NETFILTER, Some(SEND_BUFFER), Some(RECEIVE_BUFFER));
+        Ok(Self { socket: socket.map_err(Error::Open)? })
     }
 
     /// The number of this socket, which the kernel's notices about its transactions carry.
     #[must_use]
     pub fn port(&self) -> u32 {
-        self.port
+        self.socket.port()
     }
 
     /// Makes all changes at once, or none. An error that is not a refusal leaves it open whether they were made.
@@ -90,26 +65,26 @@ impl Connection {
         transaction: &Transaction,
         apart: &[Segment],
     ) -> Result<Vec<Refused>, Error> {
-        let first = self.next_sequence();
+        let first = self.socket.next_sequence();
         let batch = Batch::new(table, transaction, first, apart);
         if batch.is_empty() {
             return Ok(Vec::new());
         }
         // One more for the message that ends it.
-        self.sequence = batch.last().wrapping_add(1);
-        self.send(&batch.bytes)?;
+        self.socket.used(batch.last().wrapping_add(1));
+        self.socket.send(&batch.bytes)?;
         let mut answers =
             Answers { batch: &batch, transaction, refused: Vec::new(), whole: None, done: false };
         let mut wait = MsgFlags::empty();
         loop {
-            match receive(&self.socket, &mut self.buffer, wait) {
+            match self.socket.receive(wait) {
                 Ok(datagram) => {
                     for message in netlink::messages(datagram) {
                         answers.add(&message?);
                     }
                 }
                 Err(Errno::EAGAIN) if answers.done => return answers.outcome(),
-                Err(errno) => return Err(Error::Socket { doing: "reading the kernel's answer", errno }),
+                Err(errno) => return Err(Error::Socket { doing: "reading an answer of", errno }),
             }
             // All answers are there before the call that sent the batch returns.
             if answers.done {
@@ -142,25 +117,11 @@ impl Connection {
         what: &'static str,
         fill: impl FnOnce(&mut Encoder),
     ) -> Result<Vec<u8>, Error> {
-        let sequence = self.next_sequence();
+        let sequence = self.socket.next_sequence();
         let mut encoder = Encoder::default();
         encoder.message(Header::new(kind, REQUEST, sequence, table.family), fill);
-        self.send(&encoder.finish())?;
-        loop {
-            let datagram = receive(&self.socket, &mut self.buffer, MsgFlags::empty())
-                .map_err(|errno| Error::Socket { doing: "reading the kernel's answer", errno })?;
-            for message in netlink::messages(datagram) {
-                let message = message?;
-                match message.body {
-                    _ if message.sequence != sequence => {}
-                    Body::Outcome { code, .. } => {
-                        return Err(Error::NotListed { what, errno: Errno::from_raw(-code) });
-                    }
-                    Body::Other { payload, .. } => return Ok(payload.to_vec()),
-                    _ => {}
-                }
-            }
-        }
+        let answer = self.socket.ask(sequence, &encoder.finish()).map_err(|error| not_listed(what, error))?;
+        Ok(answer.unwrap_or_default())
     }
 
     /// Hands each message of a list to `each`; whether there was no transaction meanwhile, of whatever table.
@@ -172,73 +133,25 @@ impl Connection {
         fill: impl FnOnce(&mut Encoder),
         mut each: impl FnMut(&[u8]) -> Result<(), Error>,
     ) -> Result<bool, Error> {
-        let sequence = self.next_sequence();
+        let sequence = self.socket.next_sequence();
         let mut encoder = Encoder::default();
         encoder.message(Header::new(kind, REQUEST | DUMP, sequence, table.family), fill);
-        self.send(&encoder.finish())?;
-        let mut undisturbed = true;
-        // The list is read to its end in any case: the socket allows only one at a time.
         let mut result = Ok(());
-        loop {
-            let datagram = receive(&self.socket, &mut self.buffer, MsgFlags::empty())
-                .map_err(|errno| Error::Socket { doing: "listing", errno })?;
-            for message in netlink::messages(datagram) {
-                let message = message?;
-                if message.sequence != sequence {
-                    continue;
-                }
-                undisturbed &= !message.interrupted;
-                match message.body {
-                    Body::Done(0) => return result.map(|()| undisturbed),
-                    Body::Done(code) | Body::Outcome { code, .. } => {
-                        return Err(Error::NotListed { what, errno: Errno::from_raw(-code) });
-                    }
-                    Body::Overrun => undisturbed = false,
-                    Body::Other { payload, .. } => {
-                        if result.is_ok() {
-                            result = each(payload);
-                        }
-                    }
-                }
+        let undisturbed = self.socket.list(sequence, &encoder.finish(), |payload| {
+            if result.is_ok() {
+                result = each(payload);
             }
-        }
-    }
-
-    fn send(&mut self, message: &[u8]) -> Result<(), Error> {
-        loop {
-            // The kernel takes a netlink message whole or not at all.
-            match send(self.socket.as_raw_fd(), message, MsgFlags::empty()) {
-                Ok(_) => return Ok(()),
-                Err(Errno::EINTR) => {}
-                Err(errno) => return Err(Error::Socket { doing: "sending to the kernel", errno }),
-            }
-        }
-    }
-
-    fn next_sequence(&mut self) -> u32 {
-        self.sequence = self.sequence.wrapping_add(1);
-        self.sequence
+        });
+        let undisturbed = undisturbed.map_err(|error| not_listed(what, error))?;
+        result.map(|()| undisturbed)
     }
 }
 
-/// A datagram, or `ENOBUFS` if some were lost.
-pub(super) fn receive<'b>(
-    socket: &impl AsRawFd,
-    buffer: &'b mut [u8],
-    flags: MsgFlags,
-) -> Result<&'b [u8], Errno> {
-    let length = loop {
-        match recv(socket.as_raw_fd(), buffer, flags | MsgFlags::MSG_TRUNC) {
-            Err(Errno::EINTR) => {}
-            other => break other?,
-        }
-    };
-    // Larger than anything that the kernel sends.
-    buffer.get(..length).ok_or(Errno::EMSGSIZE)
-}
-
-pub(super) fn errno(error: &std::io::Error) -> Errno {
-    Errno::from_raw(error.raw_os_error().unwrap_or_default())
+fn not_listed(what: &'static str, error: SocketError) -> Error {
+    match error {
+        SocketError::Refused { errno, .. } => Error::NotListed { what, errno },
+        error => error.into(),
+    }
 }
 
 /// A message that was refused.
@@ -290,22 +203,6 @@ impl Answers<'_> {
             _ => Ok(self.refused),
         }
     }
-}
-
-/// What the kernel says about an error, and where in the message it is.
-fn explanation(rest: &[u8]) -> (Option<String>, Option<u32>) {
-    let (mut text, mut offset) = (None, None);
-    for attribute in attributes(rest.get(MESSAGE_HEADER..).unwrap_or_default()) {
-        match attribute {
-            Ok((ANSWER_MESSAGE, value)) => {
-                let value = value.strip_suffix(&[0]).unwrap_or(value);
-                text = Some(String::from_utf8_lossy(value).into_owned());
-            }
-            Ok((ANSWER_OFFSET, value)) => offset = value.try_into().ok().map(u32::from_ne_bytes),
-            _ => {}
-        }
-    }
-    (text, offset)
 }
 
 fn describe(transaction: &Transaction, place: wire::Place) -> (String, Option<Origin>) {

@@ -4,10 +4,12 @@ use std::io;
 
 use nix::errno::Errno;
 use thiserror::Error;
+use tokio::task::JoinError;
 
 use super::ruleset::Origin;
 use super::wire::DecodeError;
-use crate::netlink::WireError;
+use crate::netlink::socket::explained;
+use crate::netlink::{SocketError, WireError};
 
 /// Why something was not written or read.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -16,7 +18,7 @@ pub enum Error {
     #[error("cannot open a netlink socket: {}", advice(*.0))]
     Open(Errno),
     /// The socket failed; whether a transaction took effect is unknown.
-    #[error("{doing} failed: {}", advice(*.errno))]
+    #[error("{doing} the kernel failed: {}", advice(*.errno))]
     Socket {
         /// What was being done.
         doing: &'static str,
@@ -54,9 +56,25 @@ impl From<WireError> for Error {
     }
 }
 
+impl From<SocketError> for Error {
+    fn from(error: SocketError) -> Self {
+        match error {
+            SocketError::Failed { doing, errno } => Self::Socket { doing, errno },
+            SocketError::Refused { errno, .. } => Self::RefusedWhole(errno),
+            SocketError::Wire(error) => error.into(),
+        }
+    }
+}
+
+impl From<JoinError> for Error {
+    fn from(error: JoinError) -> Self {
+        Self::Ended(error.to_string())
+    }
+}
+
 /// An operation that the kernel refused.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{object}: {}{}", advice(*.errno), detail.as_ref().map_or(String::new(), |detail| format!(" ({detail})")))]
+#[error("{object}: {}{}", advice(*.errno), explained(detail.as_ref()))]
 pub struct Refusal {
     /// What was to be done.
     pub object: String,

@@ -11,11 +11,12 @@ use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, SockFlag, setsockopt, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike as _};
 
-use super::connection::{ANSWER_WITHIN, Connection, errno, receive};
+use super::connection::Connection;
 use super::error::Error;
 use super::notices;
 use super::ruleset::{Elements, Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
 use super::wire::{self, DecodeError, ReadElement};
+use crate::netlink::socket::{ANSWER_WITHIN, errno, receive};
 
 /// Nobody but us changes the table often.
 const ATTEMPTS: u32 = 10;
@@ -101,7 +102,7 @@ impl<'a> Changes<'a> {
                     }
                 }
                 Err(Errno::ENOBUFS) => return Ok(true),
-                Err(errno) => return Err(Error::Socket { doing: "reading notices", errno }),
+                Err(errno) => return Err(Error::Socket { doing: "reading notices of", errno }),
             }
         }
     }

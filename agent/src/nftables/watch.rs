@@ -17,10 +17,10 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::net::UnixDatagram;
 use tracing::info;
 
-use super::connection::errno;
 use super::error::Error;
 use super::notices::{self, DATAGRAM};
 use super::ruleset::Table;
+use crate::netlink::socket::errno;
 
 /// A subscription.
 pub struct Watch {
@@ -110,7 +110,7 @@ impl Watch {
                     }
                 }
                 Err(Errno::ENOBUFS) => return Ok(Touched::Overrun),
-                Err(errno) => return Err(Error::Socket { doing: "reading notices", errno }),
+                Err(errno) => return Err(Error::Socket { doing: "reading notices of", errno }),
             }
         }
     }

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use crate::conntrack::{self, Endpoints, Frontend, Job, NodePort, Reconciler, Target};
+use crate::conntrack::{Endpoints, Frontend, Job, NodePort, Reconciler, Target};
 use crate::model::{Model, Protocol, family_of};
 use crate::plan::{Plan, PortId, PortPlan};
 
@@ -108,11 +108,10 @@ impl Flows {
 
 /// The frontends of a port whose flows are looked after.
 fn targets(id: &PortId, port: &PortPlan) -> Vec<Target> {
-    let protocol = match id.protocol {
-        Protocol::Udp => conntrack::Protocol::Udp,
-        Protocol::Sctp => conntrack::Protocol::Sctp,
-        Protocol::Tcp => return Vec::new(),
-    };
+    let protocol = id.protocol;
+    if protocol == Protocol::Tcp {
+        return Vec::new();
+    }
     let addresses = port.cluster_ip.iter().chain(&port.external_ips).chain(&port.load_balancer_ips);
     addresses
         .map(|address| Frontend::new(SocketAddr::new(*address, port.port), protocol).into())

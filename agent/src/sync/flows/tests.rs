@@ -169,7 +169,7 @@ fn flows_are_looked_at_when_an_endpoint_left_or_the_first_one_came() {
         world.slices(before);
         assert_eq!(world.slices(after), *looked_at, "{what}");
         assert_eq!(world.endpoints(), *endpoints, "{what}");
-        let frontend = Frontend::new(FRONTEND.parse().unwrap(), conntrack::Protocol::Udp);
+        let frontend = Frontend::new(FRONTEND.parse().unwrap(), Protocol::Udp);
         let serving = world.flows.reconciler(IpFamily::IPv4);
         serving.set(frontend, Endpoints::default());
         assert_eq!(serving.begin().is_some(), !endpoints.is_empty(), "{what}: the bookkeeping knew them");
