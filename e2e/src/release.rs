@@ -133,8 +133,13 @@ pub async fn build(part: Part, tag: &str, profile: &str) -> Result<PathBuf> {
 
 /// Compiles the binary of a part; cargo knows whether there is anything to do.
 pub async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let package = part.binary();
+    compile_target(&package, "--bin", &package, profile).await
+}
+
+/// Compiles a binary (`--bin`) or an example (`--example`) of a package.
+pub async fn compile_target(package: &str, kind: &str, name: &str, profile: &str) -> Result<PathBuf> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build =
         command(cargo, ["build", "--profile", profile, "--locked", "--message-format=json", "--package"]);
     // Under `cargo test` they describe the test's package; build scripts that read them would compile everything anew.
@@ -144,15 +149,14 @@ pub async fn compile(part: Part, profile: &str) -> Result<PathBuf> {
             build.env_remove(name);
         }
     }
-    eprintln!("  compiling {package} with the profile {profile} (minutes the first time)");
-    let messages = output(build.args([&package, "--bin", &package]).current_dir(repository())).await?;
+    eprintln!("  compiling {name} with the profile {profile} (minutes the first time)");
+    let messages = output(build.args([package, kind, name]).current_dir(repository())).await?;
     // Cargo says where the binary is: CARGO_TARGET_DIR and the user's configuration may move it.
     let executable = messages.lines().rev().find_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        (message["target"]["name"] == package.as_str())
-            .then(|| message["executable"].as_str().map(PathBuf::from))?
+        (message["target"]["name"] == name).then(|| message["executable"].as_str().map(PathBuf::from))?
     });
-    executable.with_context(|| format!("cargo built {package}, but named no executable"))
+    executable.with_context(|| format!("cargo built {name}, but named no executable"))
 }
 
 /// A layer with a minimal Debian and these packages, of the release that this machine runs: the binaries are

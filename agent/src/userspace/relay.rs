@@ -8,9 +8,12 @@
 //! down. After [`BULK`] bytes in one direction they go through a pipe and are not copied any more, where the kernel can do that and there
 //! are file descriptors for it.
 
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -18,8 +21,9 @@ use nix::fcntl::{OFlag, SpliceFFlags, splice};
 use nix::sys::socket::{Shutdown, shutdown};
 use nix::unistd::pipe2;
 use prometheus_client::metrics::counter::Counter;
-use tokio::io::Interest;
+use tokio::io::{AsyncRead as _, Interest, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
@@ -29,6 +33,11 @@ pub const BUFFER: usize = 16 << 10;
 pub const BULK: u64 = 256 << 10;
 /// What moves through a pipe at once: what a pipe holds, if nobody has changed that.
 const PIPE: usize = 64 << 10;
+
+thread_local! {
+    /// One for each thread, not one for each connection.
+    static SCRATCH: RefCell<Vec<u8>> = RefCell::new(vec![0; BUFFER]);
+}
 
 /// For how long a connection may be silent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,8 +125,8 @@ enum Stopped {
 /// for everything.
 /// `begun` is called when the first bytes go in either direction.
 pub async fn relay(
-    client: &TcpStream,
-    endpoint: &TcpStream,
+    client: &mut TcpStream,
+    endpoint: &mut TcpStream,
     patience: Patience,
     bytes: &Bytes,
     begun: &(dyn Fn() + Send + Sync),
@@ -130,8 +139,10 @@ pub async fn relay(
         half_closed: AtomicBool::new(false),
         finished: Notify::new(),
     };
-    let up = pump(client, endpoint, &shared, &bytes.to_endpoint);
-    let down = pump(endpoint, client, &shared, &bytes.to_client);
+    let (from_client, to_client) = client.split();
+    let (from_endpoint, to_endpoint) = endpoint.split();
+    let up = pump(from_client, to_endpoint, &shared, &bytes.to_endpoint);
+    let down = pump(from_endpoint, to_client, &shared, &bytes.to_client);
     let both = async {
         let up = async { up.await.map_err(|stopped| (true, stopped)) };
         let down = async { down.await.map_err(|stopped| (false, stopped)) };
@@ -154,90 +165,89 @@ pub async fn relay(
 
 /// One direction, until its source has finished.
 async fn pump(
-    from: &TcpStream,
-    to: &TcpStream,
+    mut from: ReadHalf<'_>,
+    to: WriteHalf<'_>,
     shared: &Shared<'_>,
     counter: &Counter,
 ) -> Result<(), Stopped> {
     let mut total = 0;
     let mut may_splice = true;
     loop {
-        from.readable().await.map_err(Stopped::Source)?;
         if may_splice && total >= BULK {
             may_splice = false;
             if let Some(pipe) = Pipe::new()
-                && pipe.pump(from, to, shared, counter).await?
+                && pipe.pump(from.as_ref(), to.as_ref(), shared, counter).await?
             {
                 break;
             }
-            continue;
         }
-        // Held only while there is something to pass on.
-        let mut buffer = vec![0; BUFFER];
-        match copy(
-            from,
-            to,
-            &mut buffer,
-            shared,
-            counter,
-            if may_splice { BULK.saturating_sub(total) } else { u64::MAX },
-        )
-        .await?
-        {
-            Copied::End => break,
-            Copied::Paused(count) => total += count,
+        let Passed { count, mut rest } =
+            std::future::poll_fn(|context| pass(&mut from, &to, shared, context)).await?;
+        if count == 0 {
+            break;
         }
+        while !rest.is_empty() {
+            to.writable().await.map_err(Stopped::Sink)?;
+            let written = write(&to, &rest)?;
+            rest.drain(..written);
+            shared.touch();
+        }
+        let count = u64::try_from(count).unwrap_or_default();
+        total += count;
+        counter.inc_by(count);
     }
-    shared.half_closed.store(true, Ordering::Relaxed);
     shared.touch();
+    if shared.half_closed.swap(true, Ordering::Relaxed) {
+        // Closing both tells the rest.
+        return Ok(());
+    }
     shared.finished.notify_one();
-    match shutdown(to.as_raw_fd(), Shutdown::Write) {
+    match shutdown(to.as_ref().as_raw_fd(), Shutdown::Write) {
         // The other side has gone already, having said all it had to say.
         Ok(()) | Err(Errno::ENOTCONN) => Ok(()),
         Err(errno) => Err(Stopped::Sink(errno.into())),
     }
 }
 
-enum Copied {
-    /// The source has finished.
-    End,
-    /// There is nothing to be read now, or enough was passed on.
-    Paused(u64),
+/// What was read at once.
+struct Passed {
+    /// How much; 0: the source has finished.
+    count: usize,
+    /// What the other side did not take.
+    rest: Vec<u8>,
 }
 
-async fn copy(
-    from: &TcpStream,
-    to: &TcpStream,
-    buffer: &mut [u8],
+/// Reads once, as soon as there is something, and passes it on. The runtime asks the kernel no second time when less is there than there
+/// is room for; for short messages that is a fourth of all system calls.
+fn pass(
+    from: &mut ReadHalf<'_>,
+    to: &WriteHalf<'_>,
     shared: &Shared<'_>,
-    counter: &Counter,
-    enough: u64,
-) -> Result<Copied, Stopped> {
-    let mut total = 0;
-    while total < enough {
-        let count = match from.try_read(buffer) {
-            Ok(0) => return Ok(Copied::End),
-            Ok(count) => count,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            Err(error) => return Err(Stopped::Source(error)),
-        };
+    context: &mut Context<'_>,
+) -> Poll<Result<Passed, Stopped>> {
+    SCRATCH.with_borrow_mut(|scratch| {
+        let mut buffer = ReadBuf::new(scratch);
+        std::task::ready!(Pin::new(from).poll_read(context, &mut buffer)).map_err(Stopped::Source)?;
+        let bytes = buffer.filled();
+        if bytes.is_empty() {
+            return Poll::Ready(Ok(Passed { count: 0, rest: Vec::new() }));
+        }
         // From here on they are lost if the other side fails.
         shared.moved();
-        let mut rest = buffer.get(..count).unwrap_or_default();
-        while !rest.is_empty() {
-            match to.try_write(rest) {
-                Ok(written) => rest = rest.get(written..).unwrap_or_default(),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    to.writable().await.map_err(Stopped::Sink)?;
-                }
-                Err(error) => return Err(Stopped::Sink(error)),
-            }
-            shared.touch();
-        }
-        total += u64::try_from(count).unwrap_or_default();
-        counter.inc_by(u64::try_from(count).unwrap_or_default());
+        let written = write(to, bytes)?;
+        Poll::Ready(Ok(Passed {
+            count: bytes.len(),
+            rest: bytes.get(written..).unwrap_or_default().to_vec(),
+        }))
+    })
+}
+
+/// Writes what there is room for.
+fn write(to: &WriteHalf<'_>, bytes: &[u8]) -> Result<usize, Stopped> {
+    match to.try_write(bytes) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+        written => written.map_err(Stopped::Sink),
     }
-    Ok(Copied::Paused(total))
 }
 
 /// Where bytes wait in the kernel.

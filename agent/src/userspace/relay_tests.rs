@@ -17,12 +17,12 @@ async fn pair() -> (TcpStream, TcpStream) {
 
 /// A client, a server, and the relay between them.
 async fn relayed(patience: Patience) -> (TcpStream, TcpStream, JoinHandle<Ended>, Bytes) {
-    let (client, left) = pair().await;
-    let (server, right) = pair().await;
+    let (client, mut left) = pair().await;
+    let (server, mut right) = pair().await;
     let bytes = Bytes::default();
     let counters = bytes.clone();
     let task = tokio::spawn(async move {
-        let ended = relay(&left, &right, patience, &counters, &|| {}).await;
+        let ended = relay(&mut left, &mut right, patience, &counters, &|| {}).await;
         if !matches!(ended, Ended::Well) {
             let _ = (left.set_zero_linger(), right.set_zero_linger());
         }

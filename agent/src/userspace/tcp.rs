@@ -112,6 +112,8 @@ impl Listener {
         if address.is_ipv6() {
             setsockopt(&socket, sockopt::Ipv6V6Only, &true)?;
         }
+        // What is accepted inherits this.
+        prepare(&socket);
         socket.bind(address)?;
         let socket = socket.listen(BACKLOG)?;
         let address = socket.local_addr()?;
@@ -143,14 +145,14 @@ async fn accept(socket: TcpListener, whose: Whose, shared: Arc<Shared>) {
 }
 
 async fn serve(
-    client: TcpStream,
+    mut client: TcpStream,
     peer: SocketAddr,
     whose: Whose,
     shared: Arc<Shared>,
     permit: OwnedSemaphorePermit,
 ) {
     let found = match &whose {
-        Whose::Frontends(frontends) => original(&client)
+        Whose::Frontends(frontends) => original(&client, peer.is_ipv4())
             .and_then(|frontend| frontends.find(frontend).map(|(entrance, port)| (frontend, entrance, port))),
         Whose::NodePort(port) => {
             client.local_addr().ok().map(|frontend| (frontend, Entrance::External, Arc::clone(port)))
@@ -159,10 +161,9 @@ async fn serve(
     // Whoever knocks at the listener itself is nobody's client.
     let Some((frontend, entrance, port)) = found else { return reset(&client) };
     port.counters.connections.inc();
-    prepare(&client);
     let visitor = Visitor { client: peer, frontend, entrance };
     let well = tokio::select! {
-        well = converse(&client, &visitor, &port) => well,
+        well = converse(&mut client, &visitor, &port) => well,
         () = shared.end() => false,
     };
     if !well {
@@ -172,13 +173,13 @@ async fn serve(
 }
 
 /// Leads a client to an endpoint, and returns whether all went well.
-async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>) -> bool {
+async fn converse(client: &mut TcpStream, visitor: &Visitor, port: &Arc<ServicePort>) -> bool {
     let mut tried = Vec::new();
     while tried.len() < ATTEMPTS {
         let Choice::Endpoint(address) = port.choose(visitor, &tried, Instant::now()) else { break };
         tried.push(address);
         let visit = port.open(address);
-        let endpoint = match timeout(CONNECT, TcpStream::connect(address)).await {
+        let mut endpoint = match timeout(CONNECT, connect(address)).await {
             Ok(Ok(endpoint)) => endpoint,
             Ok(Err(error)) if unreachable(&error) => {
                 debug!(endpoint = %address, "not reached: {error}");
@@ -195,11 +196,10 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
                 continue;
             }
         };
-        prepare(&endpoint);
         // Not before: one that accepts and leaves at once is no better than one that refuses.
         let begun = || port.succeeded(address, Instant::now());
         let patience = port.setting().connection;
-        let ended = relay(client, &endpoint, patience, &port.counters.bytes, &begun).await;
+        let ended = relay(client, &mut endpoint, patience, &port.counters.bytes, &begun).await;
         drop(visit);
         match ended {
             Ended::Well => return true,
@@ -224,6 +224,12 @@ async fn converse(client: &TcpStream, visitor: &Visitor, port: &Arc<ServicePort>
     false
 }
 
+async fn connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    prepare(&socket);
+    socket.connect(address).await
+}
+
 /// Whether it is the endpoint that cannot be reached.
 fn unreachable(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionRefused, ConnectionReset, HostUnreachable, NetworkUnreachable, TimedOut};
@@ -241,9 +247,9 @@ fn reset(stream: &TcpStream) {
 }
 
 /// Small messages are not held back; who has vanished is noticed after two hours, as the kernel's default is.
-fn prepare(stream: &TcpStream) {
-    let _ = stream.set_nodelay(true);
-    let _ = setsockopt(stream, sockopt::KeepAlive, &true);
+fn prepare(socket: &TcpSocket) {
+    let _ = socket.set_nodelay(true);
+    let _ = socket.set_keepalive(true);
 }
 
 /// Without what else an IPv6 address may carry: addresses are compared.
@@ -252,8 +258,8 @@ fn plain(address: IpAddr, port: u16) -> SocketAddr {
 }
 
 /// Where the client sent its first packet to, before the kernel translated that.
-fn original(client: &TcpStream) -> Option<SocketAddr> {
-    if client.local_addr().ok()?.is_ipv4() {
+fn original(client: &TcpStream, is_ipv4: bool) -> Option<SocketAddr> {
+    if is_ipv4 {
         let found = getsockopt(client, sockopt::OriginalDst).ok()?;
         let address = u32::from_be(found.sin_addr.s_addr);
         Some(plain(std::net::Ipv4Addr::from(address).into(), u16::from_be(found.sin_port)))

@@ -76,6 +76,18 @@ impl Rig {
 }
 
 #[tokio::test]
+async fn what_is_accepted_inherits_how_the_listener_is_prepared() {
+    let socket = TcpSocket::new_v4().unwrap();
+    prepare(&socket);
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let listener = socket.listen(BACKLOG).unwrap();
+    let (client, accepted) = tokio::join!(connect(listener.local_addr().unwrap()), listener.accept());
+    for stream in [client.unwrap(), accepted.unwrap().0] {
+        assert!(stream.nodelay().unwrap() && getsockopt(&stream, sockopt::KeepAlive).unwrap());
+    }
+}
+
+#[tokio::test]
 async fn connections_go_to_all_endpoints_in_turn() {
     let (a, b, c) = (endpoint().await.0, endpoint().await.0, endpoint().await.0);
     let rig = rig(&[a, b, c]);

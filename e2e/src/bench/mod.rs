@@ -1,4 +1,5 @@
-//! kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services.
+//! kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services; and what no kube-proxy does any more,
+//! [`userspace`], with [`load`].
 //!
 //! - [`objects`]: the Services; [`traffic`]: endpoints and a client that measures; [`lab`]: the network.
 //! - [`program`]: how each is started; [`meter`]: what it uses; [`measure`]: what is done to it; [`report`]: the tables.
@@ -8,12 +9,14 @@
 //! however that ends.
 
 pub mod lab;
+pub mod load;
 pub mod measure;
 pub mod meter;
 pub mod objects;
 pub mod program;
 pub mod report;
 pub mod traffic;
+pub mod userspace;
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -218,21 +221,9 @@ fn keep_logs(from: &Path, to: Option<&Path>) -> Result<()> {
 
 /// What the figures depend on.
 async fn heading(options: &Options, programs: &Programs) -> Result<String> {
-    let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
-    let field = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name));
-        line.and_then(|line| line.split_once(':'))
-            .map(|(_, value)| value.trim().to_owned())
-            .unwrap_or_default()
-    };
-    let cpus = read("/proc/cpuinfo")?;
-    let kernel = read("/proc/sys/kernel/osrelease")?;
-    let load = read("/proc/loadavg")?;
-    let memory: u64 = field(&read("/proc/meminfo")?, "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0);
     let iptables =
         output(&mut command(format!("iptables-{}", options.flavour.word()), ["--version"])).await?;
     let kubernetes = output(&mut command(&programs.controlplane, ["kube-proxy", "--version"])).await?;
-    let now = k8s_openapi::jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M UTC").to_string();
     let Effort { connects, changes, added, idle } = options.effort;
     let tools = match options.mode {
         Mode::Iptables => format!(", flavour {}", options.flavour.word()),
@@ -242,19 +233,36 @@ async fn heading(options: &Options, programs: &Programs) -> Result<String> {
         bail!("nothing to measure");
     }
     Ok(format!(
-        "### Mode {mode}{tools}\n\n{now}; {processors} × {model}, {memory} GiB, Linux {kernel}; {iptables}; kube-proxy of \
-         {kubernetes}; agent {version}, profile {profile}. Load average at the start: {load}. {connects} connects, {changes} \
-         endpoint changes, {added} Services added, {idle} s idle.\n",
+        "### Mode {mode}{tools}\n\n{machine}; {iptables}; kube-proxy of {kubernetes}; agent {version}, profile {profile}. \
+         {connects} connects, {changes} endpoint changes, {added} Services added, {idle} s idle.\n",
         mode = options.mode.word(),
-        processors = cpus.lines().filter(|line| line.starts_with("processor")).count(),
-        model = field(&cpus, "model name"),
-        memory = memory >> 20,
-        kernel = kernel.trim(),
+        machine = machine()?,
         iptables = iptables.trim(),
         kubernetes = kubernetes.trim(),
         version = release::VERSION,
         profile = programs.profile,
-        load = load.split(' ').take(3).collect::<Vec<_>>().join(" "),
         idle = idle.0.as_secs(),
+    ))
+}
+
+/// When it was measured, on which machine, and what else that had to do.
+fn machine() -> Result<String> {
+    let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| line.split_once(':'))
+            .map(|(_, value)| value.trim().to_owned())
+            .unwrap_or_default()
+    };
+    let (cpus, load) = (read("/proc/cpuinfo")?, read("/proc/loadavg")?);
+    let memory: u64 = field(&read("/proc/meminfo")?, "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0);
+    Ok(format!(
+        "{}; {} × {}, {} GiB, Linux {}; load average {}",
+        k8s_openapi::jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M UTC"),
+        cpus.lines().filter(|line| line.starts_with("processor")).count(),
+        field(&cpus, "model name"),
+        memory >> 20,
+        read("/proc/sys/kernel/osrelease")?.trim(),
+        load.split(' ').take(3).collect::<Vec<_>>().join(" "),
     ))
 }

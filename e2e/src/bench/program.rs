@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use tokio::process::Child;
+use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use super::lab::{API_ADDRESS, Lab, PODS};
@@ -164,13 +164,9 @@ impl Setup {
     pub fn start(&self, lab: &Lab, kind: Kind, name: &str, state: &Path) -> Result<Program> {
         let meter = Meter::new(name)?;
         let log = self.dir.join(format!("{name}.log"));
-        let procs: Vec<String> = meter.procs().iter().map(|path| path.display().to_string()).collect();
         let path = std::env::var("PATH").unwrap_or_default();
-        let mut sh = command("sh", ["-c", LAUNCH, "sh"]);
-        sh.arg(&log).arg(procs.join(" ")).arg("nsenter").arg(format!("--net={}", lab.node().display()));
-        sh.arg("--").args(self.words(kind, state)?);
+        let mut sh = launch(lab, &meter, &log, self.words(kind, state)?);
         sh.env("PATH", format!("{}:{path}", self.tools()?.display())).env("TZ", "UTC");
-        sh.stdin(Stdio::null()).kill_on_drop(true);
         let (started, clock) = (Instant::now(), SystemTime::now());
         let child = sh.spawn().with_context(|| format!("starting {kind}"))?;
         Ok(Program { kind, child, meter, log, started, clock })
@@ -204,6 +200,23 @@ impl Setup {
         );
         Ok(())
     }
+}
+
+/// A command that becomes a program on the node, measured and with a log.
+#[must_use]
+pub fn launch(lab: &Lab, meter: &Meter, log: &Path, words: Vec<String>) -> Command {
+    let procs: Vec<String> = meter.procs().iter().map(|path| path.display().to_string()).collect();
+    let mut sh = command("sh", ["-c", LAUNCH, "sh"]);
+    sh.arg(log).arg(procs.join(" ")).arg("nsenter").arg(format!("--net={}", lab.node().display()));
+    sh.arg("--").args(words).stdin(Stdio::null()).kill_on_drop(true);
+    sh
+}
+
+/// What a process has allocated in bytes, without the pages of its binary.
+pub fn allocated(pid: impl std::fmt::Display) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let used = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB"));
+    Ok(used.context("a process without RssAnon")?.trim().parse::<u64>()? * 1024)
 }
 
 /// A running program.
@@ -275,10 +288,7 @@ impl Program {
 
     /// The memory of its own process in bytes: what it has allocated, without the pages of its binary.
     pub fn memory(&self) -> Result<u64> {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()?))?;
-        let used = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB"));
-        let used = used.with_context(|| format!("no RssAnon for {}", self.kind))?;
-        Ok(used.trim().parse::<u64>()? * 1024)
+        allocated(self.pid()?).with_context(|| format!("the memory of {}", self.kind))
     }
 
     /// Tells it to stop, and waits until it has.

@@ -1,7 +1,6 @@
 //! From measurements to a page.
 //!
-//! In: what was measured of each program at each size. Out: a table in Markdown with ratios, and a page of which one
-//! section is replaced.
+//! In: what was measured of each program. Out: a table in Markdown with ratios, and a page of which one section is replaced.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -17,6 +16,10 @@ pub enum Value {
     Bytes(u64),
     /// A number of things.
     Count(usize),
+    /// So many a second.
+    Rate(f64),
+    /// Bytes a second.
+    Throughput(f64),
 }
 
 impl Value {
@@ -27,6 +30,24 @@ impl Value {
             Self::Bytes(bytes) => bytes as f64,
             #[allow(clippy::cast_precision_loss, reason = "far below 2^52")]
             Self::Count(count) => count as f64,
+            Self::Rate(rate) | Self::Throughput(rate) => rate,
+        }
+    }
+
+    /// How much better `self` is than `other`: above 1, better. Nothing where one of them is zero.
+    fn ratio_to(self, other: Self) -> String {
+        let (ours, theirs) = (self.number(), other.number());
+        if ours <= 0.0 || theirs <= 0.0 {
+            return String::new();
+        }
+        let ratio = match self {
+            Self::Rate(_) | Self::Throughput(_) => ours / theirs,
+            Self::Time(_) | Self::Bytes(_) | Self::Count(_) => theirs / ours,
+        };
+        match ratio {
+            ..0.01 => "< 0.01".to_owned(),
+            ..10.0 => format!("{ratio:.2}"),
+            _ => format!("{ratio:.0}"),
         }
     }
 }
@@ -45,6 +66,8 @@ impl std::fmt::Display for Value {
             }
             Self::Bytes(_) => write!(f, "{:.1} MiB", self.number() / f64::from(1 << 20)),
             Self::Count(count) => write!(f, "{count}"),
+            Self::Rate(rate) => write!(f, "{rate:.0}"),
+            Self::Throughput(rate) => write!(f, "{:.2} GiB/s", rate / f64::from(1 << 30)),
         }
     }
 }
@@ -73,53 +96,70 @@ impl Measured {
         self.add(what, Value::Time(time));
     }
 
+    /// The medians of several measurements of the same.
+    #[must_use]
+    pub fn median(rounds: &[Self]) -> Self {
+        let rows = rounds.first().into_iter().flat_map(|first| &first.0);
+        let middle = |what| {
+            let mut values: Vec<Value> = rounds.iter().filter_map(|round| round.get(what)).collect();
+            values.sort_by(|one, other| one.number().total_cmp(&other.number()));
+            values.get(values.len() / 2).copied()
+        };
+        Self(rows.filter_map(|(what, _)| Some((*what, middle(what)?))).collect())
+    }
+
     fn get(&self, what: &str) -> Option<Value> {
         self.0.iter().find(|(row, _)| *row == what).map(|(_, value)| *value)
     }
 }
 
+/// A column of a table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Column {
+    /// Its heading.
+    pub name: String,
+    /// Whether a column follows that says how much better this one is than the one before.
+    pub compared: bool,
+}
+
 /// The table of one size. The ratio is kube-proxy's value in Pointsman's.
 #[must_use]
 pub fn table(size: u32, columns: &[(Kind, Measured)]) -> String {
-    let mut text = format!("| {size} services |");
-    for (kind, _) in columns {
-        let _ = write!(text, " {kind} |");
+    let compared = |kind| columns.len() == 2 && kind == Kind::Pointsman;
+    let columns: Vec<(Column, Measured)> = columns
+        .iter()
+        .map(|(kind, measured)| {
+            (Column { name: kind.to_string(), compared: compared(*kind) }, measured.clone())
+        })
+        .collect();
+    comparison(&format!("{size} services"), &columns)
+}
+
+/// A table with this word in its corner, and the rows of the last column.
+#[must_use]
+pub fn comparison(corner: &str, columns: &[(Column, Measured)]) -> String {
+    let (mut text, mut line) = (format!("| {corner} |"), "|---|".to_owned());
+    for (column, _) in columns {
+        let _ = write!(text, " {} |{}", column.name, if column.compared { " ratio |" } else { "" });
+        line += if column.compared { "---:|---:|" } else { "---:|" };
     }
-    let both = columns.len() == 2;
-    text += if both { " ratio |\n|---|" } else { "\n|---|" };
-    text += &"---:|".repeat(columns.len() + usize::from(both));
-    text.push('\n');
-    let Some((_, first)) = columns.first() else { return text };
-    for (what, _) in &first.0 {
+    let _ = writeln!(text, "\n{line}");
+    for (what, _) in columns.last().into_iter().flat_map(|(_, measured)| &measured.0) {
         let _ = write!(text, "| {what} |");
-        let values: Vec<Option<Value>> = columns.iter().map(|(_, measured)| measured.get(what)).collect();
-        for value in &values {
-            let _ = write!(text, " {} |", value.map_or_else(|| "–".to_owned(), |value| value.to_string()));
-        }
-        if both {
-            let _ = write!(text, " {} |", ratio(columns, &values));
+        let mut before = None;
+        for (column, measured) in columns {
+            let value = measured.get(what);
+            let shown = value.map_or_else(|| "–".to_owned(), |value| value.to_string());
+            let _ = write!(text, " {shown} |");
+            if column.compared {
+                let ratio = value.zip(before).map(|(ours, theirs)| ours.ratio_to(theirs));
+                let _ = write!(text, " {} |", ratio.unwrap_or_default());
+            }
+            before = value;
         }
         text.push('\n');
     }
     text
-}
-
-fn ratio(columns: &[(Kind, Measured)], values: &[Option<Value>]) -> String {
-    let of = |wanted: Kind| {
-        let place = columns.iter().position(|(kind, _)| *kind == wanted)?;
-        values.get(place).copied().flatten().map(Value::number)
-    };
-    match (of(Kind::KubeProxy), of(Kind::Pointsman)) {
-        (Some(theirs), Some(ours)) if ours > 0.0 && theirs > 0.0 => {
-            let ratio = theirs / ours;
-            match ratio {
-                ..0.01 => "< 0.01".to_owned(),
-                ..10.0 => format!("{ratio:.2}"),
-                _ => format!("{ratio:.0}"),
-            }
-        }
-        _ => String::new(),
-    }
 }
 
 /// `page` with the section called `name` replaced by `section`, or with the section at its end.
@@ -163,6 +203,8 @@ mod tests {
             (Value::Time(Duration::from_nanos(31_400)), "31 µs"),
             (Value::Bytes(3 << 19), "1.5 MiB"),
             (Value::Count(0), "0"),
+            (Value::Rate(12_345.6), "12346"),
+            (Value::Throughput(1.5 * f64::from(1 << 30)), "1.50 GiB/s"),
         ] {
             assert_eq!(value.to_string(), text);
         }
@@ -186,6 +228,23 @@ mod tests {
         assert_eq!(
             table(1000, &[(Kind::KubeProxy, theirs)]),
             "| 1000 services | kube-proxy |\n|---|---:|\n| start | 3.00 s |\n| failed | 0 |\n| idle | 20 µs |\n"
+        );
+    }
+
+    #[test]
+    fn more_a_second_is_better_and_medians_are_of_each_row() {
+        let rounds = [1.0, 9.0, 4.0].map(|rate| {
+            let mut measured = Measured::default();
+            measured.add("rate", Value::Rate(rate));
+            measured.time("time", Duration::from_millis(10));
+            measured
+        });
+        let (ours, mut theirs) = (Measured::median(&rounds), Measured::default());
+        theirs.add("rate", Value::Rate(2.0));
+        let column = |name: &str, compared| Column { name: name.to_owned(), compared };
+        assert_eq!(
+            comparison("", &[(column("a", false), theirs), (column("b", true), ours)]),
+            "|  | a | b | ratio |\n|---|---:|---:|---:|\n| rate | 2 | 4 | 2.00 |\n| time | – | 10.0 ms |  |\n"
         );
     }
 

@@ -4,20 +4,20 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use pointsman_e2e::bench::measure::Effort;
 use pointsman_e2e::bench::program::{Flavour, Kind, Mode};
-use pointsman_e2e::bench::{Options, Programs, lab, report, run};
+use pointsman_e2e::bench::{Options, Programs, lab, report, run, userspace};
 use pointsman_e2e::stamp::repository;
 use tokio::runtime::Builder;
 
 /// Measures kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services, and prints
-/// tables. Needs root; leaves nothing running.
+/// tables. Mode userspace is measured beside HAProxy, with one Service. Needs root; leaves nothing running.
 #[derive(Parser)]
 #[command(name = "hack/bench", bin_name = "hack/bench")]
 struct Arguments {
     /// The mode of both programs
-    mode: Mode,
+    mode: Subject,
     /// Numbers of Services, separated by commas
     #[arg(long, value_delimiter = ',', default_value = "1000,5000,10000")]
     sizes: Vec<u32>,
@@ -38,6 +38,14 @@ struct Arguments {
     logs: Option<PathBuf>,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Subject {
+    Iptables,
+    Nftables,
+    Ipvs,
+    Userspace,
+}
+
 fn main() -> ExitCode {
     match measure(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -49,32 +57,63 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &Arguments) -> Result<()> {
+    let mode = match arguments.mode {
+        Subject::Iptables => Mode::Iptables,
+        Subject::Nftables => Mode::Nftables,
+        Subject::Ipvs => Mode::Ipvs,
+        Subject::Userspace => return measure_userspace(arguments),
+    };
     let options = Options {
-        mode: arguments.mode,
+        mode,
         flavour: arguments.flavour,
         sizes: arguments.sizes.clone(),
         kinds: arguments.only.map_or_else(|| vec![Kind::KubeProxy, Kind::Pointsman], |kind| vec![kind]),
         effort: if arguments.quick { Effort::QUICK } else { Effort::FULL },
-        logs: arguments.logs.as_deref().map(std::path::absolute).transpose()?,
+        logs: arguments.logs()?,
     };
+    let name = format!("{} {}", mode.word(), options.flavour.word());
+    let text = alone(Programs::build(&options.kinds), async |programs| run(&options, &programs).await)?;
+    arguments.publish(&name, &text)
+}
+
+fn measure_userspace(arguments: &Arguments) -> Result<()> {
+    let effort = if arguments.quick { userspace::Options::QUICK } else { userspace::Options::FULL };
+    let options = userspace::Options { logs: arguments.logs()?, ..effort };
+    let text = alone(userspace::build(), async |binary| userspace::run(&options, &binary).await)?;
+    arguments.publish("userspace", &text)
+}
+
+/// Builds with the network of the machine, and measures in one of its own, while nobody else does: two at a time would measure each
+/// other.
+fn alone<T>(
+    build: impl Future<Output = Result<T>>,
+    measure: impl AsyncFnOnce(T) -> Result<String>,
+) -> Result<String> {
     let building = Builder::new_current_thread().enable_all().build()?;
-    // Two at a time would measure each other.
     let lock = building.block_on(pointsman_e2e::stamp::lock(Path::new("/run/lock/pointsman-bench")));
     let _lock = lock.context("waiting for another benchmark")?;
-    let programs = building.block_on(Programs::build(&options.kinds))?;
+    let built = building.block_on(build)?;
     // Its threads would keep the network of the machine.
     drop(building);
     lab::isolate()?;
     // In memory, and gone with this process.
     let _ = tempfile::env::override_temp_dir(Path::new("/run"));
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let text = runtime.block_on(run(&options, &programs))?;
-    if arguments.write {
+    runtime.block_on(measure(built))
+}
+
+impl Arguments {
+    fn logs(&self) -> Result<Option<PathBuf>> {
+        self.logs.as_deref().map(std::path::absolute).transpose().map_err(Into::into)
+    }
+
+    fn publish(&self, name: &str, text: &str) -> Result<()> {
+        if !self.write {
+            return Ok(());
+        }
         let path = repository().join("docs/benchmarks.md");
         let page = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-        let name = format!("{} {}", options.mode.word(), options.flavour.word());
-        std::fs::write(&path, report::with_section(&page, &name, &text))
-            .with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(&path, report::with_section(&page, name, text))
+            .with_context(|| format!("writing {}", path.display()))
     }
-    Ok(())
 }
