@@ -84,7 +84,7 @@ async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<
         } else {
             batch.filter_stale = chains;
         }
-        runner.write(&batch, false, &mut Written::default()).await?;
+        runner.write(batch, false, &mut Written::default()).await?;
     }
     runner.remove_mangle_canary().await;
     for set in Set::ALL {

@@ -142,7 +142,7 @@ impl Dataplane {
             self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
         let state = if let Some(mut state) = known {
             let batch = state.advance(plan, node, changes);
-            runner.write(&batch, state.uses_sets(), written).await?;
+            runner.write(batch, state.uses_sets(), written).await?;
             runner.settle(&mut state, written).await?;
             state
         } else {
@@ -237,7 +237,7 @@ impl Dataplane {
             let lock_wait = plan.config().iptables.lock_timeout_seconds;
             let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
             let batch = differences.into_batch();
-            match runner.repair(&batch, state.uses_sets()).await {
+            match runner.repair(batch, state.uses_sets()).await {
                 Ok(()) => {
                     self.states.insert(family, state);
                 }
@@ -331,37 +331,44 @@ impl<'a> Runner<'a> {
         let command = self.tools.command(self.family, "-restore");
         let wait = self.lock_wait.to_string();
         let mut args = vec!["--noflush", "-w", &wait];
+        let mut input = "*nat\nCOMMIT\n";
         if self.tools.flavour() == Flavour::Legacy {
             args.push("--test");
+            // It fetches the whole table even so, and this one is small.
+            input = "*filter\nCOMMIT\n";
         }
         let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
-        let (_, process) = self.tools.run_as(&command, &args, Some("*nat\nCOMMIT\n"), timeout).await?;
+        let (_, process) = self.tools.run_as(&command, &args, Some(input), timeout).await?;
         lock(self.ear).listen(process);
         Ok(())
     }
 
     pub(super) async fn write(
         &self,
-        batch: &Batch,
+        mut batch: Batch,
         use_sets: bool,
         written: &mut Written,
     ) -> Result<(), Failure> {
+        let sets = std::mem::take(&mut batch.sets);
         if use_sets {
-            self.change_sets(&batch.sets.before(self.family, false)).await?;
+            self.change_sets(&sets.before(self.family, false)).await?;
         }
-        for script in batch.scripts(self.tools.flavour()) {
+        let scripts = batch.scripts(self.tools.flavour());
+        // While a tool holds all rules, we need not hold them twice.
+        drop(batch);
+        for script in scripts {
             self.restore(&script).await?;
             written.rules.0 += script.rules.0;
             written.rules.1 += script.rules.1;
         }
         if use_sets {
-            self.change_sets(&batch.sets.after(self.family)).await?;
+            self.change_sets(&sets.after(self.family)).await?;
         }
         Ok(())
     }
 
     /// As [`Self::write`], where even the sets may be gone.
-    async fn repair(&self, batch: &Batch, use_sets: bool) -> Result<(), Failure> {
+    async fn repair(&self, batch: Batch, use_sets: bool) -> Result<(), Failure> {
         if use_sets {
             self.change_sets(&SetChanges::default().before(self.family, true)).await?;
         }
@@ -427,7 +434,7 @@ impl<'a> Runner<'a> {
     async fn settle(&self, state: &mut State, written: &mut Written) -> Result<(), Failure> {
         if state.is_settling() {
             tokio::time::sleep(MARKED_PACKETS_LEAVE).await;
-            self.write(&state.settle(), state.uses_sets(), written).await?;
+            self.write(state.settle(), state.uses_sets(), written).await?;
         }
         Ok(())
     }
@@ -442,7 +449,7 @@ impl<'a> Runner<'a> {
         let canary = read.nat.has(CANARY) || read.filter.has(CANARY);
         *written = Written { full: true, served: read.nat.served(), ..Written::default() };
         drop(read);
-        self.write(&found.batch, use_sets, written).await?;
+        self.write(found.batch, use_sets, written).await?;
         self.settle(&mut state, written).await?;
         if !found.stale.is_empty() || !found.filter_stale.is_empty() {
             let left = state.compare(&self.read_all().await?, Comparison::Shape);
@@ -453,7 +460,7 @@ impl<'a> Runner<'a> {
             }
             info!(family = ?self.family, chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
             let batch = Batch { stale: left.stale, filter_stale: left.filter_stale, ..Batch::default() };
-            self.write(&batch, use_sets, written).await?;
+            self.write(batch, use_sets, written).await?;
             if canary {
                 self.remove_mangle_canary().await;
             }

@@ -19,7 +19,9 @@ pub(super) type Rule = String;
 /// Chains and their rules.
 pub(super) type Chains = BTreeMap<ChainName, Vec<Rule>>;
 
-/// Service ports with more endpoints have no comments in the rules of their endpoints: they are 40 % of the text.
+/// Service ports with more endpoints have no comments in the rules that choose one. Those of an endpoint's own chain never have:
+/// the rule that leads there says what it is, and each comment takes 288 bytes of a table that the legacy flavour copies
+/// for every change.
 const COMMENTED_ENDPOINTS: usize = 100;
 
 /// Marks a packet for masquerading.
@@ -222,8 +224,11 @@ impl Painter<'_> {
                 (false, _) => rules.push(rule("", MARK_FOREIGN)),
             }
         }
-        let commented =
-            |backend: &Backend| self.endpoint_comment(&format!("{} -> {}", self.text, socket(backend)));
+        let many = self.port.cluster.len() + self.port.local.len() > COMMENTED_ENDPOINTS;
+        let commented = |backend: &Backend| match many {
+            true => String::new(),
+            false => commented(&format!("{} -> {}", self.text, socket(backend))) + " ",
+        };
         if let Some(seconds) = self.port.affinity {
             for backend in backends {
                 let chain = ChainName::of_endpoint(self.id, backend);
@@ -247,7 +252,6 @@ impl Painter<'_> {
     }
 
     fn endpoint(&self, backend: &Backend) -> Vec<Rule> {
-        let comment = self.endpoint_comment(&self.text);
         let chain = ChainName::of_endpoint(self.id, backend);
         let protocol = self.id.protocol.lower();
         let remember = match self.port.affinity {
@@ -255,11 +259,8 @@ impl Painter<'_> {
             None => String::new(),
         };
         vec![
-            format!("-s {} {comment}-j {MARK_MASQ}", host(backend.address)),
-            format!(
-                "-p {protocol} {comment}{remember}-m {protocol} -j DNAT --to-destination {}",
-                socket(backend)
-            ),
+            format!("-s {} -j {MARK_MASQ}", host(backend.address)),
+            format!("-p {protocol} {remember}-m {protocol} -j DNAT --to-destination {}", socket(backend)),
         ]
     }
 
@@ -369,11 +370,6 @@ impl Painter<'_> {
             drop: target == Target::Drop,
             text: self.text.clone(),
         });
-    }
-
-    fn endpoint_comment(&self, text: &str) -> String {
-        let many = self.port.cluster.len() + self.port.local.len() > COMMENTED_ENDPOINTS;
-        if many { String::new() } else { commented(text) + " " }
     }
 
     fn mask(&self) -> &'static str {
