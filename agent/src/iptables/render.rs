@@ -225,9 +225,12 @@ impl Painter<'_> {
             }
         }
         let many = self.port.cluster.len() + self.port.local.len() > COMMENTED_ENDPOINTS;
-        let commented = |backend: &Backend| match many {
-            true => String::new(),
-            false => commented(&format!("{} -> {}", self.text, socket(backend))) + " ",
+        let commented = |backend: &Backend| {
+            if many {
+                String::new()
+            } else {
+                commented(&format!("{} -> {}", self.text, socket(backend))) + " "
+            }
         };
         if let Some(seconds) = self.port.affinity {
             for backend in backends {

@@ -104,14 +104,14 @@ impl Way {
 
 /// As its manual advises for passing TCP on, with splice, which the agent uses too.
 fn haproxy(threads: usize, endpoints: &[String]) -> String {
-    let mut text = format!(
+    let servers = endpoints.iter().enumerate();
+    let servers: Vec<_> =
+        servers.map(|(number, endpoint)| format!("  server s{number} {endpoint}\n")).collect();
+    let servers = servers.concat();
+    format!(
         "global\n  nbthread {threads}\n  maxconn 4000\ndefaults\n  mode tcp\n  option splice-auto\n  timeout connect 2s\n  \
-         timeout client 1h\n  timeout server 1h\nlisten web\n  bind {NODE_ADDRESS}:{PORT}\n  balance roundrobin\n"
-    );
-    for (number, endpoint) in endpoints.iter().enumerate() {
-        text += &format!("  server s{number} {endpoint}\n");
-    }
-    text
+         timeout client 1h\n  timeout server 1h\nlisten web\n  bind {NODE_ADDRESS}:{PORT}\n  balance roundrobin\n{servers}"
+    )
 }
 
 /// What leads a ClusterIP to HAProxy.
