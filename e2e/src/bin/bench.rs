@@ -92,14 +92,14 @@ fn alone<T>(
     let building = Builder::new_current_thread().enable_all().build()?;
     let lock = building.block_on(pointsman_e2e::stamp::lock(Path::new("/run/lock/pointsman-bench")));
     let _lock = lock.context("waiting for another benchmark")?;
-    let built = building.block_on(build)?;
+    let programs = building.block_on(build)?;
     // Its threads would keep the network of the machine.
     drop(building);
     lab::isolate()?;
     // In memory, and gone with this process.
     let _ = tempfile::env::override_temp_dir(Path::new("/run"));
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(measure(built))
+    runtime.block_on(measure(programs))
 }
 
 impl Arguments {
