@@ -25,6 +25,8 @@ pub struct NodeState {
     pub name: String,
     /// Its state in a word.
     pub state: String,
+    /// The mode that serves now; empty if none does.
+    pub mode: String,
     /// The revision it is to have.
     pub desired: String,
     /// The revision in its kernel.
@@ -74,6 +76,7 @@ fn read(object: ProxyNodeStatus) -> NodeState {
     NodeState {
         name: object.metadata.name.unwrap_or_default(),
         state: status.state.unwrap_or_default(),
+        mode: status.mode.unwrap_or_default(),
         desired: object.spec.desired.map(|desired| desired.revision).unwrap_or_default(),
         active: status.config.and_then(|config| config.active).unwrap_or_default(),
         ready: conditions.iter().any(|c| c.type_ == "Ready" && c.status == ConditionStatus::True),

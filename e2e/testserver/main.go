@@ -14,8 +14,8 @@ import (
 )
 
 const usage = `usage:
-  testserver serve [-http :8080] [-tcp :9000] [-udp :9001]
-  testserver probe [-timeout 2s] [-interval 50ms] [-duration 1m] [-count N] [-stream] http://HOST:PORT/|tcp://HOST:PORT|udp://HOST:PORT
+  testserver serve [-http :8080] [-tcp :9000] [-udp :9001] [-sctp :9002]
+  testserver probe [-timeout 2s] [-interval 50ms] [-duration 1m] [-count N] [-stream] http://HOST:PORT/|tcp://HOST:PORT|udp://HOST:PORT|sctp://HOST:PORT
   testserver pause
   testserver remote-serve ADDRESS:PORT PEER
   testserver remote ADDRESS:PORT WORD...`
@@ -32,8 +32,9 @@ func main() {
 		http := flags.String("http", ":8080", "address of the HTTP server")
 		tcp := flags.String("tcp", ":9000", "address of the TCP echo server")
 		udp := flags.String("udp", ":9001", "address of the UDP echo server")
+		sctp := flags.String("sctp", "", "address of the SCTP echo server; none if empty")
 		_ = flags.Parse(args)
-		err = serve(*http, *tcp, *udp)
+		err = serve(*http, *tcp, *udp, *sctp)
 	case "probe":
 		flags := flag.NewFlagSet("probe", flag.ExitOnError)
 		var o options

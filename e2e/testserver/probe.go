@@ -59,10 +59,10 @@ func probe(target string, o options) error {
 		return fmt.Errorf("%s: -stream needs a tcp:// or udp:// target", target)
 	case to.Scheme == "http":
 		ask = func(ctx context.Context) (answer, error) { return askHTTP(ctx, to.Host) }
-	case to.Scheme == "tcp" || to.Scheme == "udp":
+	case to.Scheme == "tcp" || to.Scheme == "udp" || to.Scheme == "sctp":
 		ask = func(ctx context.Context) (answer, error) { return askLine(ctx, to.Scheme, to.Host) }
 	default:
-		return fmt.Errorf("%s: the scheme must be http, tcp or udp", target)
+		return fmt.Errorf("%s: the scheme must be http, tcp, udp or sctp", target)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), o.duration)
 	defer cancel()
@@ -191,8 +191,14 @@ func (f *flow) ask(ctx context.Context) (answer, error) {
 }
 
 func connect(ctx context.Context, network, host string) (net.Conn, error) {
-	var dialer net.Dialer
-	conn, err := dialer.DialContext(ctx, network, host)
+	var conn net.Conn
+	var err error
+	if network == "sctp" {
+		conn, err = dialSCTP(ctx, host)
+	} else {
+		var dialer net.Dialer
+		conn, err = dialer.DialContext(ctx, network, host)
+	}
 	if err != nil {
 		return nil, short(err)
 	}
@@ -223,8 +229,8 @@ func askHTTP(ctx context.Context, host string) (answer, error) {
 	}
 }
 
-// askLine speaks to the TCP and UDP echo servers. A TCP server greets; the
-// line that is sent makes a UDP server answer and does a TCP server no harm.
+// askLine speaks to the TCP, SCTP and UDP echo servers. A TCP server greets;
+// the line that is sent makes a UDP server answer and does a TCP server no harm.
 func askLine(ctx context.Context, network, host string) (answer, error) {
 	conn, err := connect(ctx, network, host)
 	if err != nil {

@@ -30,11 +30,14 @@ func self() answer {
 	return answer{Pod: pod, Node: os.Getenv("NODE_NAME")}
 }
 
-func serve(httpAddress, tcpAddress, udpAddress string) error {
-	failed := make(chan error, 3)
+func serve(httpAddress, tcpAddress, udpAddress, sctpAddress string) error {
+	failed := make(chan error, 4)
 	go func() { failed <- serveHTTP(httpAddress) }()
 	go func() { failed <- serveTCP(tcpAddress) }()
 	go func() { failed <- serveUDP(udpAddress) }()
+	if sctpAddress != "" {
+		go func() { failed <- serveSCTP(sctpAddress) }()
+	}
 
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, syscall.SIGINT, syscall.SIGTERM)
@@ -94,6 +97,19 @@ func serveTCP(address string) error {
 	if err != nil {
 		return err
 	}
+	return serveStreams(listener)
+}
+
+// serveSCTP does the same on SCTP.
+func serveSCTP(address string) error {
+	listener, err := listenSCTP(address)
+	if err != nil {
+		return err
+	}
+	return serveStreams(listener)
+}
+
+func serveStreams(listener net.Listener) error {
 	for {
 		conn, err := listener.Accept()
 		if err != nil {
