@@ -99,13 +99,13 @@ impl<'a> Run<'a> {
     }
 
     async fn measure_running(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
-        self.cold_start(program, rows)?;
+        self.cold_start(lab, program, rows)?;
         settle(program).await?;
         rows.time("CPU of the cold start", program.meter().cpu()?);
         self.setup.verify(lab, self.kind).await?;
         self.latency(rows)?;
         self.endpoint_changes(program, rows).await?;
-        self.added_services(program, rows).await?;
+        self.added_services(lab, program, rows).await?;
         self.series(program, rows).await?;
         settle(program).await?;
         let cpu = program.meter().cpu()?;
@@ -119,12 +119,13 @@ impl<'a> Run<'a> {
     }
 
     /// From nothing to answers from the last Service and from fifty spread over all.
-    fn cold_start(&self, program: &Program, rows: &mut Measured) -> Result<()> {
+    fn cold_start(&self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
         let last = Numbered(self.size - 1).frontend();
         let spread = (0..50).map(|nth| Numbered(nth * self.size / 50).frontend());
         let all: Vec<SocketAddr> = std::iter::once(last).chain(spread).collect();
-        let programmed =
-            block_in_place(|| until_all_answer(&all, program.started, || program.check(PATIENCE)))?;
+        let programmed = block_in_place(|| {
+            until_all_answer(&all, look_for_new(lab), program.started, || program.check(PATIENCE))
+        })?;
         rows.time("cold start", programmed);
         rows.time("of it after all lists", programmed.saturating_sub(program.listed()?));
         Ok(())
@@ -204,16 +205,17 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    async fn added_services(&mut self, program: &Program, rows: &mut Measured) -> Result<()> {
+    async fn added_services(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
         let cpu = program.meter().cpu()?;
         let mut times = Vec::new();
+        let look = look_for_new(lab);
         for number in 0..self.effort.added {
             let endpoint = Numbered(0).new_endpoint();
             self.writer.add_slice(number, endpoint).await?;
             sleep(APART).await;
             let (to, since) = ((added_ip(number), PORT).into(), Instant::now());
             let looking =
-                spawn_blocking(move || until_answered_by(to, endpoint, Look::NEW, since, CHANGE_PATIENCE));
+                spawn_blocking(move || until_answered_by(to, endpoint, look, since, CHANGE_PATIENCE));
             self.writer.add_service(number).await?;
             // Refusals are no loss here: the Service is new.
             times.push(looking.await??.after);
@@ -269,6 +271,10 @@ impl<'a> Run<'a> {
         ensure!(self.replaced.is_empty(), "every endpoint is back");
         Ok(())
     }
+}
+
+fn look_for_new(lab: &Lab) -> Look {
+    if lab.processor().is_some() { Look::NEW_IN_MACHINE } else { Look::NEW }
 }
 
 fn count(number: usize) -> u32 {

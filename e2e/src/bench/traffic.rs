@@ -36,6 +36,8 @@ impl Look {
     /// Until it is programmed, packets may be refused, rejected or dropped. A dropped one is tried again soon: the
     /// kernel would wait for a second.
     pub const NEW: Self = Self { connections: 1, patience: Duration::from_millis(2) };
+    /// The same in user-mode-linux, where a connection may take longer than that; nothing in mode ipvs drops packets.
+    pub const NEW_IN_MACHINE: Self = Self { connections: 1, patience: Duration::from_millis(500) };
 }
 
 /// Starts the server on all endpoints.
@@ -109,12 +111,13 @@ pub fn until_answered_by(
 /// Looks until every one of `all` is answered, one after the other. Gives up when `go_on` fails.
 pub fn until_all_answer(
     all: &[SocketAddr],
+    look: Look,
     since: Instant,
     go_on: impl Fn() -> Result<()>,
 ) -> Result<Duration> {
     let mut checked = Instant::now();
     for to in all {
-        while ask(*to, Look::NEW.patience)?.is_none() {
+        while ask(*to, look.patience)?.is_none() {
             if checked.elapsed() > CHECK {
                 go_on().with_context(|| format!("{to} is not answered after {:?}", since.elapsed()))?;
                 checked = Instant::now();
