@@ -5,14 +5,14 @@
 //! decided by [`plan`], pure; [`Device`] does it.
 //!
 //! An address is not bound to the device: a route is enough, see docs/adr/0013-local-routes.md. kube-proxy binds; its
-//! addresses are taken over. The kernel drops routes by itself when their source leaves the node, so after a change of the
-//! node's addresses the device has to be read again.
+//! addresses are taken over. The kernel does not change a route whose source leaves the node:
+//! after a change of the node's addresses, [`plan`] again.
 
 mod route;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
@@ -28,6 +28,10 @@ use route::Listed;
 
 /// The device, as kube-proxy calls it.
 pub const NAME: &str = "kube-ipvs0";
+
+/// A device that loses its last IPv4 address loses all IPv4 routes. So before those that kube-proxy has bound are removed, it
+/// gets one that is the node's already, and keeps it.
+const ANCHOR: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 255, 255, 254));
 
 /// Other devices get and lose addresses rarely.
 const ATTEMPTS: u32 = 5;
@@ -62,6 +66,8 @@ pub enum Change {
     },
     /// Removes a route. One that is not there is no error.
     Remove(IpAddr),
+    /// Binds an address to the device, for this node only. One that is there is no error.
+    Bind(IpAddr),
     /// Removes an address from the device, with the route that came with it. One that is not there is no error.
     Unbind(IpAddr),
 }
@@ -154,10 +160,16 @@ pub fn plan(
             Some(_) => None,
         }
     });
+    let unbound: Vec<_> = local.bound.iter().filter(ours).filter(|address| **address != ANCHOR).collect();
+    let anchored = local.bound.contains(&ANCHOR) || !unbound.iter().any(|address| address.is_ipv4());
+    let anchor = (!anchored).then_some(Change::Bind(ANCHOR));
     // A route that came with an address has gone with it, unless it was changed.
-    let unbound = local.bound.iter().filter(ours).map(|address| Change::Unbind(*address));
     let removed = local.routes.keys().filter(ours).filter(|address| !stays(address));
-    added.chain(unbound).chain(removed.map(|address| Change::Remove(*address))).collect()
+    added
+        .chain(anchor)
+        .chain(unbound.into_iter().map(|address| Change::Unbind(*address)))
+        .chain(removed.map(|address| Change::Remove(*address)))
+        .collect()
 }
 
 /// The device, over a socket in the network namespace of the thread that opened it. Blocks; see
@@ -211,6 +223,7 @@ impl Device {
                 |payload| {
                     if let Some(Listed { address, device, source }) = route::local_route(payload)?
                         && device == index
+                        && address != ANCHOR
                     {
                         local.routes.insert(address, source);
                     }
@@ -283,7 +296,10 @@ fn failed(doing: &'static str, error: &SocketError) -> DeviceError {
 fn refusal(changes: &[Change], refused: Refused) -> Option<Refusal> {
     let Refused { index, errno, detail } = refused;
     let change = match (changes.get(index)?, errno) {
-        (Change::Remove(_), Errno::ESRCH) | (Change::Unbind(_), Errno::EADDRNOTAVAIL) => return None,
+        (Change::Remove(_), Errno::ESRCH)
+        | (Change::Unbind(_), Errno::EADDRNOTAVAIL)
+        | (Change::Bind(_), Errno::EEXIST) => return None,
+        (Change::Bind(address), _) => format!("to bind the address {address} to {NAME}"),
         (
             Change::Add { address, source: Some(source) } | Change::Change { address, source: Some(source) },
             _,

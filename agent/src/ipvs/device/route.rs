@@ -10,6 +10,7 @@ use crate::netlink::{CREATE, DUMP, Encoder, IPV4, IPV6, REQUEST, WireError, attr
 
 const NEW_LINK: u16 = 16;
 const DEL_LINK: u16 = 17;
+const NEW_ADDRESS: u16 = 20;
 const DEL_ADDRESS: u16 = 21;
 const GET_ADDRESS: u16 = 22;
 const NEW_ROUTE: u16 = 24;
@@ -119,13 +120,16 @@ pub(super) fn change(to: &mut Encoder, flags: u16, sequence: u32, index: u32, ch
             route(to, NEW_ROUTE, flags | CREATE | REPLACE, sequence, index, address, source);
         }
         Change::Remove(address) => route(to, DEL_ROUTE, flags, sequence, index, address, None),
-        Change::Unbind(address) => {
-            // struct ifaddrmsg: family, length of the prefix, flags, scope, device.
-            let mut header = vec![family(address), bits(address), 0, 0];
-            header.extend(index.to_ne_bytes());
-            to.request(DEL_ADDRESS, flags, sequence, &header, |to| octets(to, ADDRESS_LOCAL, address));
-        }
+        Change::Bind(address) => bound(to, NEW_ADDRESS, flags | CREATE | EXCLUSIVE, sequence, index, address),
+        Change::Unbind(address) => bound(to, DEL_ADDRESS, flags, sequence, index, address),
     }
+}
+
+fn bound(to: &mut Encoder, kind: u16, flags: u16, sequence: u32, index: u32, address: IpAddr) {
+    // struct ifaddrmsg: family, length of the prefix, flags, scope, device.
+    let mut header = vec![family(address), bits(address), 0, ON_HOST];
+    header.extend(index.to_ne_bytes());
+    to.request(kind, flags, sequence, &header, |to| octets(to, ADDRESS_LOCAL, address));
 }
 
 fn route(

@@ -26,8 +26,12 @@ fn after(mut local: Local, changes: &[Change]) -> Local {
             Change::Add { address, source } => assert_eq!(local.routes.insert(address, source), None),
             Change::Change { address, source } => assert!(local.routes.insert(address, source).is_some()),
             Change::Remove(address) => drop(local.routes.remove(&address)),
+            Change::Bind(address) => assert!(local.bound.insert(address)),
             Change::Unbind(address) => {
                 assert!(local.bound.remove(&address));
+                if address.is_ipv4() && !local.bound.iter().any(IpAddr::is_ipv4) {
+                    local.routes.retain(|to, _| to.is_ipv6());
+                }
                 // The kernel's own route has the address itself as its source.
                 if local.routes.get(&address) == Some(&Some(address)) {
                     local.routes.remove(&address);
@@ -95,7 +99,9 @@ fn ipvs_what_kube_proxy_has_bound_is_taken_over_without_a_gap() {
         assert!(between.routes.contains_key(&ip("10.96.0.1")), "after {done} of {changes:?}");
     }
     let routes = [(ip("10.96.0.1"), Some(ip("192.0.2.1")))].into();
-    assert_eq!(after(local, &changes), Local { routes, ..Local::default() });
+    let local = after(local, &changes);
+    assert_eq!(local, Local { routes, bound: [ANCHOR].into(), ..Local::default() });
+    assert_eq!(plan(&local, &wanted, &sources(), &BOTH), []);
 }
 
 fn payloads(bytes: &[u8]) -> Vec<(u16, Vec<u8>)> {
@@ -128,7 +134,7 @@ fn messages_are_what_the_headers_say() {
     let bytes = "2c000000 1900 0500 03000000 00000000 02200000 ff02fe02 00000000
                  0800 0100 0a600001 0800 0400 07000000";
     assert_eq!(written(&Change::Remove(ip("10.96.0.1"))), hex(bytes));
-    let bytes = "20000000 1500 0500 03000000 00000000 02200000 07000000 0800 0200 0a600001";
+    let bytes = "20000000 1500 0500 03000000 00000000 022000fe 07000000 0800 0200 0a600001";
     assert_eq!(written(&Change::Unbind(ip("10.96.0.1"))), hex(bytes));
     let mut device = Encoder::default();
     route::add_device(&mut device, REQUEST | ACK, 1, NAME);
@@ -181,7 +187,8 @@ proptest! {
             .difference(&others)
             .map(|to| (*to, Some(ip("192.0.2.1"))))
             .collect();
-        prop_assert_eq!(&after, &Local { routes: expected, others, ..Local::default() });
+        let bound = if local.bound.is_empty() { BTreeSet::new() } else { [ANCHOR].into() };
+        prop_assert_eq!(&after, &Local { routes: expected, others, bound });
         prop_assert_eq!(plan(&after, &wanted, &sources(), &BOTH), []);
     }
 }

@@ -1,20 +1,10 @@
-//! Virtual servers in the kernel's IPVS, written and read back, in network namespaces that end with their thread. For a kernel
-//! that has IPVS, such as user-mode-linux.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test says by panicking what is wrong"
-)]
+//! Virtual servers, written and read back.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::process::Command;
-use std::thread;
 use std::time::Instant;
 
 use nix::errno::Errno;
-use nix::sched::{CloneFlags, unshare};
 use pointsman_agent::ipvs::Error;
 use pointsman_agent::ipvs::client::Connection;
 use pointsman_agent::ipvs::server::{
@@ -24,17 +14,11 @@ use pointsman_agent::ipvs::server::{
 use pointsman_agent::model::Protocol;
 use pointsman_crds::proxy_node_status::IpFamily;
 
+use crate::isolated;
+
 /// Runs this with a connection in a new network namespace.
-fn isolated(test: impl FnOnce(Connection) + Send + 'static) {
-    let inside = move || {
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        // Without any address the kernel takes all others for broadcasts, and refuses them as real servers.
-        assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
-        test(Connection::open().unwrap());
-    };
-    if let Err(panic) = thread::spawn(inside).join() {
-        std::panic::resume_unwind(panic);
-    }
+fn connected(test: impl FnOnce(Connection) + Send + 'static) {
+    isolated(|| test(Connection::open().unwrap()));
 }
 
 fn server(protocol: Protocol, address: &str) -> VirtualServer {
@@ -68,7 +52,7 @@ fn sorted(connection: &mut Connection) -> Vec<InstalledServer> {
 
 #[test]
 fn the_kernel_tells_its_version_and_takes_timeouts() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let [major, minor, _] = connection.version().unwrap();
         assert_eq!((major, minor), (1, 2));
         let before = connection.timeouts().unwrap();
@@ -85,7 +69,7 @@ fn the_kernel_tells_its_version_and_takes_timeouts() {
 
 #[test]
 fn servers_of_every_kind_come_back() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let mut wanted = Vec::new();
         for protocol in Protocol::ALL {
             for (address, reals) in [
@@ -146,7 +130,7 @@ fn servers_of_every_kind_come_back() {
 
 #[test]
 fn adding_again_edits_and_removing_again_is_fine() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let mut server = server(Protocol::Tcp, "10.96.0.10:80");
         server.settings.persistence = Some(Persistence { timeout: 10_800, prefix: 32 });
         connection.apply(&add(&server, &[real("10.244.0.9:8080", 1)])).unwrap();
@@ -184,7 +168,7 @@ fn adding_again_edits_and_removing_again_is_fine() {
 
 #[test]
 fn each_refusal_names_its_operation_and_the_others_are_made() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let mut operations = Vec::new();
         let mut expected = Vec::new();
         for port in 1..=500 {
@@ -216,7 +200,7 @@ fn each_refusal_names_its_operation_and_the_others_are_made() {
 
 #[test]
 fn a_virtual_server_with_very_many_real_servers_is_read_whole() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let server = server(Protocol::Udp, "10.96.0.10:53");
         let reals: Vec<_> = (0..2000_u32)
             .map(|index| RealServer {
@@ -233,7 +217,7 @@ fn a_virtual_server_with_very_many_real_servers_is_read_whole() {
 /// Half a second natively would be much; user-mode-linux is slow.
 #[test]
 fn three_thousand_servers_are_written_and_read_quickly() {
-    isolated(|mut connection| {
+    connected(|mut connection| {
         let mut operations = Vec::new();
         for index in 0..3000_u32 {
             let address = IpAddr::V4(Ipv4Addr::from(0x0a60_0001 + index));
