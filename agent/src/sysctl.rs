@@ -1,6 +1,6 @@
-//! The kernel's settings that follow the configuration: connection tracking, and routing to 127.0.0.0/8.
+//! The kernel's settings that follow the configuration: connection tracking, routing to 127.0.0.0/8, and IPVS.
 //!
-//! In: what the configuration asks for ([`Settings`]), what the kernel has ([`read`]), and the number of processors.
+//! In: what the configuration asks for ([`Settings`]), what the kernel has ([`read`]), and the [`Machine`].
 //! Out: the writes that are missing ([`plan`], pure), then what was written and what could not be ([`apply`]). A change of
 //! the configuration is another call; nothing restarts. The failures name each setting, its value and the value it should
 //! have; none is a reason not to serve.
@@ -8,7 +8,7 @@
 //! `/proc/sys` is read-only in an unprivileged container. What is written here is all below `net`, which `NET_ADMIN` may
 //! write through another mount of it (reference §1.2; kube-proxy runs privileged for this).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -43,11 +43,25 @@ pub enum Setting {
     UdpStreamTimeout,
     /// Whether packets to 127.0.0.0/8 are routed, which `NodePorts` on 127.0.0.1 need.
     RouteLocalnet,
+    /// Whether connections of IPVS have entries of connection tracking, and so NAT and rules that follow them.
+    IpvsConntrack,
+    /// Whether IPVS schedules a new connection with the client port of an old one anew.
+    IpvsConnReuseMode,
+    /// Whether connections of IPVS end when their real server is removed, instead of losing their packets silently.
+    IpvsExpireNodestConn,
+    /// Whether clients that IPVS holds at a real server are free when that gets weight 0.
+    IpvsExpireQuiescentTemplate,
+    /// Whether packets are forwarded.
+    IpForward,
+    /// For which addresses ARP is answered: from 1 on, only those of the interface that was asked.
+    ArpIgnore,
+    /// Which addresses ARP asks with: with 2, the best one of the interface.
+    ArpAnnounce,
 }
 
 impl Setting {
     /// All of them, in the order in which they are written.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 15] = [
         Self::Max,
         Self::HashSize,
         Self::TcpEstablishedTimeout,
@@ -56,6 +70,13 @@ impl Setting {
         Self::UdpTimeout,
         Self::UdpStreamTimeout,
         Self::RouteLocalnet,
+        Self::IpvsConntrack,
+        Self::IpvsConnReuseMode,
+        Self::IpvsExpireNodestConn,
+        Self::IpvsExpireQuiescentTemplate,
+        Self::IpForward,
+        Self::ArpIgnore,
+        Self::ArpAnnounce,
     ];
 
     /// The file, below the directory of the settings.
@@ -70,7 +91,19 @@ impl Setting {
             Self::UdpTimeout => "net/netfilter/nf_conntrack_udp_timeout",
             Self::UdpStreamTimeout => "net/netfilter/nf_conntrack_udp_timeout_stream",
             Self::RouteLocalnet => "net/ipv4/conf/all/route_localnet",
+            Self::IpvsConntrack => "net/ipv4/vs/conntrack",
+            Self::IpvsConnReuseMode => "net/ipv4/vs/conn_reuse_mode",
+            Self::IpvsExpireNodestConn => "net/ipv4/vs/expire_nodest_conn",
+            Self::IpvsExpireQuiescentTemplate => "net/ipv4/vs/expire_quiescent_template",
+            Self::IpForward => "net/ipv4/ip_forward",
+            Self::ArpIgnore => "net/ipv4/conf/all/arp_ignore",
+            Self::ArpAnnounce => "net/ipv4/conf/all/arp_announce",
         }
+    }
+
+    /// The kernel module that it comes with.
+    fn module(self) -> &'static str {
+        if self.path().starts_with("net/ipv4/vs/") { "ip_vs" } else { "nf_conntrack" }
     }
 }
 
@@ -87,6 +120,37 @@ pub struct Settings {
     pub conntrack: NodeConntrack,
     /// Whether packets to 127.0.0.0/8 must be routed. To be asked for only once others are kept from sending there.
     pub route_localnet: bool,
+    /// What mode ipvs needs, if that is the mode.
+    pub ipvs: Option<Ipvs>,
+}
+
+/// What mode ipvs asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipvs {
+    /// Answer ARP only for addresses of the interface that was asked, and ask with those.
+    pub strict_arp: bool,
+}
+
+/// What the values depend on besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Processors.
+    pub cpus: u32,
+    /// The first two numbers of the kernel's version.
+    pub kernel: (u32, u32),
+}
+
+impl Machine {
+    /// This one. Its processors are the node's, not those that this process may use: the table is the whole node's.
+    #[must_use]
+    pub fn this() -> Self {
+        let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
+        let cpus = online.and_then(|ranges| count_cpus(&ranges)).or_else(|| {
+            u32::try_from(std::thread::available_parallelism().map_or(1, NonZeroUsize::get)).ok()
+        });
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self { cpus: cpus.unwrap_or(1), kernel: kernel_version(&release) }
+    }
 }
 
 /// What the kernel has. A setting that cannot be read is absent.
@@ -132,18 +196,18 @@ pub enum Cause {
     )]
     NotWritable,
     /// The kernel does not have the setting.
-    #[error("the kernel does not have this setting; load the kernel module nf_conntrack on the node")]
-    Missing,
+    #[error("the kernel does not have this setting; load the kernel module {0} on the node")]
+    Missing(&'static str),
     /// Anything else.
     #[error("the kernel refused the value: {0}")]
     Refused(String),
 }
 
-impl From<io::Error> for Cause {
-    fn from(error: io::Error) -> Self {
+impl Cause {
+    fn new(setting: Setting, error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => Self::NotWritable,
-            io::ErrorKind::NotFound => Self::Missing,
+            io::ErrorKind::NotFound => Self::Missing(setting.module()),
             _ => Self::Refused(error.to_string()),
         }
     }
@@ -162,10 +226,10 @@ impl fmt::Display for Shown {
 
 /// The settings that have to change.
 ///
-/// `on` are switches that this process has turned on: only those are turned off again. The table is raised and never
+/// `before` is what switches were before this process turned them: only those are turned back. The table is raised and never
 /// lowered, and a timeout of 0 leaves the kernel's value.
 #[must_use]
-pub fn plan(settings: &Settings, on: &BTreeSet<Setting>, current: &Current, cpus: u32) -> Vec<Write> {
+pub fn plan(settings: &Settings, before: &Current, current: &Current, machine: Machine) -> Vec<Write> {
     let config = &settings.conntrack;
     let mut writes = Vec::new();
     let mut want = |setting: Setting, wanted: u32, fits: fn(u32, u32) -> bool| {
@@ -174,9 +238,7 @@ pub fn plan(settings: &Settings, on: &BTreeSet<Setting>, current: &Current, cpus
             writes.push(Write { setting, current, wanted });
         }
     };
-    let at_least = |current, wanted| current >= wanted;
-    let exactly = |current, wanted| current == wanted;
-    if let Some(max) = table_size(config, cpus) {
+    if let Some(max) = table_size(config, machine.cpus) {
         want(Setting::Max, max, at_least);
         want(Setting::HashSize, max / ENTRIES_PER_BUCKET, at_least);
     }
@@ -190,14 +252,54 @@ pub fn plan(settings: &Settings, on: &BTreeSet<Setting>, current: &Current, cpus
             want(setting, seconds, exactly);
         }
     }
-    for (setting, wanted) in
-        [(Setting::TcpBeLiberal, config.tcp_be_liberal), (Setting::RouteLocalnet, settings.route_localnet)]
-    {
-        if wanted || on.contains(&setting) {
-            want(setting, wanted.into(), exactly);
+    for (setting, on) in switches(settings) {
+        match (on, before.get(&setting)) {
+            (Some(value), _) => want(setting, value, at_least),
+            (None, Some(value)) => want(setting, *value, exactly),
+            (None, None) => {}
+        }
+    }
+    if settings.ipvs.is_some() {
+        for (setting, value) in ipvs(machine) {
+            want(setting, value, exactly);
         }
     }
     writes
+}
+
+fn at_least(current: u32, wanted: u32) -> bool {
+    current >= wanted
+}
+
+fn exactly(current: u32, wanted: u32) -> bool {
+    current == wanted
+}
+
+/// What is turned back once nobody asks for it any more, with the value asked for.
+fn switches(settings: &Settings) -> [(Setting, Option<u32>); 4] {
+    let strict_arp = settings.ipvs.is_some_and(|ipvs| ipvs.strict_arp);
+    [
+        (Setting::TcpBeLiberal, settings.conntrack.tcp_be_liberal.then_some(1)),
+        (Setting::RouteLocalnet, settings.route_localnet.then_some(1)),
+        (Setting::ArpIgnore, strict_arp.then_some(1)),
+        (Setting::ArpAnnounce, strict_arp.then_some(2)),
+    ]
+}
+
+/// What mode ipvs needs (reference §3.1). It stays when the mode changes: connections that still run through IPVS need it, and
+/// nobody else minds.
+fn ipvs(machine: Machine) -> impl Iterator<Item = (Setting, u32)> {
+    // Before 5.9, the kernel drops the first packet of a connection that reuses a client port while an old one lingers, unless
+    // this is 0; then such connections go on to an endpoint that is gone. Since then 1 costs nothing. It begins with 4.1.
+    let reuses = ((4, 1)..(5, 9)).contains(&machine.kernel);
+    [
+        (Setting::IpvsConntrack, 1),
+        (Setting::IpvsExpireNodestConn, 1),
+        (Setting::IpvsExpireQuiescentTemplate, 1),
+        (Setting::IpForward, 1),
+    ]
+    .into_iter()
+    .chain(reuses.then_some((Setting::IpvsConnReuseMode, 0)))
 }
 
 /// The least size of the table, or `None` to leave it.
@@ -220,7 +322,9 @@ pub fn apply(root: &Path, writes: &[Write]) -> Applied {
     for write in writes {
         match put(&root.join(write.setting.path()), write.wanted) {
             Ok(()) => applied.written.push(*write),
-            Err(error) => applied.failed.push(WriteError { write: *write, cause: error.into() }),
+            Err(error) => {
+                applied.failed.push(WriteError { write: *write, cause: Cause::new(write.setting, &error) })
+            }
         }
     }
     applied
@@ -235,42 +339,47 @@ fn put(path: &Path, value: u32) -> io::Result<()> {
 #[derive(Clone, Debug)]
 pub struct Sysctls {
     root: PathBuf,
-    /// Switches that were off before this process turned them on.
-    on: BTreeSet<Setting>,
+    /// What switches were before this process turned them.
+    before: Current,
 }
 
 impl Sysctls {
     /// The settings below `root`, a directory like `/proc/sys`.
     #[must_use]
     pub fn new(root: &Path) -> Self {
-        Self { root: root.to_owned(), on: BTreeSet::new() }
+        Self { root: root.to_owned(), before: Current::new() }
     }
 
     /// Reads, plans and applies: at the start, and at each change of the configuration.
     #[must_use]
-    pub fn reconcile(&mut self, settings: &Settings, cpus: u32) -> Applied {
-        let applied = apply(&self.root, &plan(settings, &self.on, &read(&self.root), cpus));
-        for write in &applied.written {
-            if matches!(write.setting, Setting::TcpBeLiberal | Setting::RouteLocalnet) {
-                if write.wanted == 0 {
-                    self.on.remove(&write.setting)
-                } else {
-                    self.on.insert(write.setting)
-                };
+    pub fn reconcile(&mut self, settings: &Settings, machine: Machine) -> Applied {
+        let applied = apply(&self.root, &plan(settings, &self.before, &read(&self.root), machine));
+        for (setting, on) in switches(settings) {
+            let Some(write) = applied.written.iter().find(|write| write.setting == setting) else { continue };
+            if on.is_some() {
+                self.before.entry(setting).or_insert(write.current.unwrap_or(0));
+            } else {
+                self.before.remove(&setting);
             }
         }
         applied
     }
+
+    /// Only what mode ipvs needs before its first virtual server: with connection tracking off, connections of IPVS would
+    /// break when rules of another mode are added (docs/modes.md).
+    #[must_use]
+    pub fn prepare_ipvs(&self, machine: Machine) -> Applied {
+        let current = read(&self.root);
+        let write = |(setting, wanted)| Write { setting, current: current.get(&setting).copied(), wanted };
+        let missing = ipvs(machine).map(write).filter(|write| write.current != Some(write.wanted));
+        apply(&self.root, &missing.collect::<Vec<_>>())
+    }
 }
 
-/// The processors of the node. Not those that this process may use: the table is the whole node's.
-#[must_use]
-pub fn cpus() -> u32 {
-    fs::read_to_string("/sys/devices/system/cpu/online")
-        .ok()
-        .and_then(|ranges| count_cpus(&ranges))
-        .or_else(|| u32::try_from(std::thread::available_parallelism().map_or(1, NonZeroUsize::get)).ok())
-        .unwrap_or(1)
+/// The first two numbers of a version such as `6.1.0-13-amd64`.
+fn kernel_version(release: &str) -> (u32, u32) {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 /// Counts a list such as `0-3,8`.

@@ -26,7 +26,7 @@ use pointsman_agent::conntrack::wire::{self, Body, DumpFilter};
 use pointsman_agent::conntrack::{
     self, Endpoints, Entry, Frontend, Job, NodePort, Protocol, Reconciler, Report, Serving,
 };
-use pointsman_agent::sysctl::{self, Setting, Settings, Sysctls};
+use pointsman_agent::sysctl::{self, Machine, Setting, Settings, Sysctls};
 use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
 
@@ -488,13 +488,15 @@ fn node_addresses_protect_flows_to_other_hosts() {
     });
 }
 
+const MACHINE: Machine = Machine { cpus: 2, kernel: (6, 1) };
+
 #[test]
 fn ct_10_sysctls_of_a_namespace_change_live() {
     isolated(|| {
         let root = Path::new("/proc/sys");
         let mut sysctls = Sysctls::new(root);
         let mut reconcile = |conntrack: &NodeConntrack, route_localnet| {
-            sysctls.reconcile(&Settings { conntrack: *conntrack, route_localnet }, 2)
+            sysctls.reconcile(&Settings { conntrack: *conntrack, route_localnet, ipvs: None }, MACHINE)
         };
         let nothing = NodeConntrack {
             max_per_core: 0,
@@ -532,8 +534,8 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
         let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
         mount(none, "/proc/sys", none, read_only, none).unwrap();
         let changed = NodeConntrack { udp_timeout_seconds: 12, ..nothing };
-        let settings = Settings { conntrack: changed, route_localnet: false };
-        let applied = sysctls.reconcile(&settings, 2);
+        let settings = Settings { conntrack: changed, route_localnet: false, ipvs: None };
+        let applied = sysctls.reconcile(&settings, MACHINE);
         assert!(applied.written.is_empty());
         let said = applied.failed[0].to_string();
         assert!(
@@ -552,8 +554,8 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
             ),
         );
         assert_eq!(sysctl::read(root)[&Setting::UdpTimeout], 12, "of this namespace");
-        assert!(Sysctls::new(second.path()).reconcile(&settings, 2).failed.is_empty());
+        assert!(Sysctls::new(second.path()).reconcile(&settings, MACHINE).failed.is_empty());
         umount(&second.path().join("net")).unwrap();
-        assert!(sysctl::cpus() >= 1);
+        assert!(Machine::this().cpus >= 1);
     });
 }

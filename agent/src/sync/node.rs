@@ -21,7 +21,7 @@ use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::nftables;
 use crate::plan::{Changes, Plan, PortId, PortPlan};
-use crate::sysctl::{self, Settings, Sysctls, Write};
+use crate::sysctl::{Machine, Settings, Sysctls, Write};
 use crate::takeover::{self, Left, TakeoverError};
 use crate::userspace;
 use crate::userspace::counters::Counters;
@@ -166,7 +166,7 @@ impl Platform for Node {
         let (mut sysctls, settings) = (self.sysctls.clone(), *settings);
         // Buckets take the kernel a moment.
         let adjusted = tokio::task::spawn_blocking(move || {
-            let applied = sysctls.reconcile(&settings, sysctl::cpus());
+            let applied = sysctls.reconcile(&settings, Machine::this());
             (sysctls, applied)
         });
         match adjusted.await {

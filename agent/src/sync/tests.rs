@@ -11,6 +11,7 @@ use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::settings::{DriftPolicy, Mode, NodePortAddress};
 use tokio::time::{Instant, sleep};
 
+use crate::sysctl::Ipvs;
 use super::*;
 use crate::config::tests::{candidate, sample};
 use crate::conntrack;
@@ -221,6 +222,8 @@ async fn a_mode_that_the_node_cannot_run_is_incompatible_and_the_old_one_goes_on
     let state = rig.now();
     assert_eq!(state.config.active.as_ref(), Some(&other.revision));
     assert_eq!((state.compatibility, state.mode), (Compatibility::Supported, Some(Mode::Ipvs)));
+    let asked: Vec<_> = rig.script.lock().unwrap().settings.iter().map(|asked| asked.ipvs).collect();
+    assert_eq!(asked, [None, Some(Ipvs { strict_arp: false })], "settings that only this mode needs");
     assert_eq!(
         rig.script.lock().unwrap().retired,
         1,

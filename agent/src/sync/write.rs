@@ -13,7 +13,7 @@ use super::{Dataplane, Platform};
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, PortId, PortPlan};
 use crate::random;
-use crate::sysctl::Settings;
+use crate::sysctl::{Ipvs, Settings};
 
 /// Enough of the differences to know where to look.
 const SHOWN_DIFFERENCES: usize = 5;
@@ -79,7 +79,10 @@ impl<P: Platform> Engine<P> {
         let localhost = running.plan.node(IpFamily::IPv4).is_some_and(|node| node.node_ports.localhost);
         // A proxy listens there itself.
         let route_localnet = localhost && self.state.mode != Some(Mode::Userspace);
-        let settings = Settings { conntrack: running.plan.config().conntrack, route_localnet };
+        let config = running.plan.config();
+        let ipvs =
+            (self.state.mode == Some(Mode::Ipvs)).then_some(Ipvs { strict_arp: config.ipvs.strict_arp });
+        let settings = Settings { conntrack: config.conntrack, route_localnet, ipvs };
         if self.settings.as_ref() == Some(&settings) {
             return;
         }

@@ -22,11 +22,15 @@ const DEFAULTS: NodeConntrack = NodeConntrack {
 };
 
 fn asks(conntrack: &NodeConntrack) -> Settings {
-    Settings { conntrack: *conntrack, route_localnet: false }
+    Settings { conntrack: *conntrack, route_localnet: false, ipvs: None }
+}
+
+const fn machine(cpus: u32) -> Machine {
+    Machine { cpus, kernel: (6, 1) }
 }
 
 /// What a kernel may have.
-const KERNEL: [(Setting, u32); 8] = [
+const KERNEL: [(Setting, u32); 15] = [
     (Setting::Max, 65_536),
     (Setting::HashSize, 16_384),
     (Setting::TcpEstablishedTimeout, 432_000),
@@ -35,6 +39,13 @@ const KERNEL: [(Setting, u32); 8] = [
     (Setting::UdpTimeout, 30),
     (Setting::UdpStreamTimeout, 120),
     (Setting::RouteLocalnet, 0),
+    (Setting::IpvsConntrack, 0),
+    (Setting::IpvsConnReuseMode, 1),
+    (Setting::IpvsExpireNodestConn, 0),
+    (Setting::IpvsExpireQuiescentTemplate, 0),
+    (Setting::IpForward, 0),
+    (Setting::ArpIgnore, 0),
+    (Setting::ArpAnnounce, 0),
 ];
 
 fn kernel(changes: &[(Setting, u32)]) -> Current {
@@ -48,11 +59,12 @@ fn wanted(
     changes: &[(Setting, u32)],
     cpus: u32,
 ) -> Vec<(Setting, u32)> {
-    let (settings, on) = (asks(config), on.iter().copied().collect());
-    let writes = plan(&settings, &on, &kernel(changes), cpus);
+    let before = on.iter().map(|setting| (*setting, 0)).collect();
+    let (settings, machine) = (asks(config), machine(cpus));
+    let writes = plan(&settings, &before, &kernel(changes), machine);
     let wanted: Vec<_> = writes.iter().map(|write| (write.setting, write.wanted)).collect();
     let after = kernel(changes).into_iter().chain(wanted.iter().copied()).collect();
-    assert_eq!(plan(&settings, &on, &after, cpus), []);
+    assert_eq!(plan(&settings, &before, &after, machine), []);
     wanted
 }
 
@@ -149,7 +161,7 @@ fn ct_10_values_are_written_and_read_back() {
     let root = root(&KERNEL);
     assert_eq!(read(root.path()), kernel(&[]));
     let mut sysctls = Sysctls::new(root.path());
-    let mut reconcile = |config: &NodeConntrack| sysctls.reconcile(&asks(config), 2);
+    let mut reconcile = |config: &NodeConntrack| sysctls.reconcile(&asks(config), machine(2));
     let applied = reconcile(&DEFAULTS);
     assert_eq!((applied.written.len(), applied.failed.len()), (4, 0));
     assert_eq!(applied.written[0], Write { setting: Setting::Max, current: Some(65_536), wanted: 131_072 });
@@ -168,7 +180,7 @@ fn np_4_route_localnet_is_turned_off_by_whoever_turned_it_on() {
     let root = root(&KERNEL);
     let mut sysctls = Sysctls::new(root.path());
     let mut localhost = |route_localnet| {
-        let _ = sysctls.reconcile(&Settings { conntrack: NOTHING, route_localnet }, 2);
+        let _ = sysctls.reconcile(&Settings { route_localnet, ..asks(&NOTHING) }, machine(2));
         read(root.path())[&Setting::RouteLocalnet]
     };
     assert_eq!([localhost(true), localhost(false)], [1, 0]);
@@ -183,7 +195,7 @@ fn ct_10_a_failure_is_named_and_stops_nothing() {
     let refused = root.path().join(Setting::HashSize.path());
     fs::remove_file(&refused).unwrap();
     fs::create_dir(&refused).unwrap();
-    let applied = Sysctls::new(root.path()).reconcile(&asks(&DEFAULTS), 2);
+    let applied = Sysctls::new(root.path()).reconcile(&asks(&DEFAULTS), machine(2));
     assert_eq!(applied.written.len(), 2, "the timeouts");
     let said: Vec<_> = applied.failed.iter().map(ToString::to_string).collect();
     assert_eq!(
@@ -202,7 +214,7 @@ fn ct_10_a_failure_is_named_and_stops_nothing() {
 fn ct_10_an_unprivileged_container_says_who_writes() {
     for kind in [io::ErrorKind::ReadOnlyFilesystem, io::ErrorKind::PermissionDenied] {
         let write = Write { setting: Setting::UdpTimeout, current: Some(30), wanted: 10 };
-        let said = WriteError { write, cause: io::Error::from(kind).into() }.to_string();
+        let said = WriteError { write, cause: Cause::new(Setting::UdpTimeout, &kind.into()) }.to_string();
         assert_eq!(
             said,
             "net.netfilter.nf_conntrack_udp_timeout is 30, should be 10: not writable from here; mount the node's \
@@ -224,5 +236,68 @@ fn processors_are_counted() {
     ] {
         assert_eq!(count_cpus(list), expected, "{list:?}");
     }
-    assert!(cpus() >= 1);
+    assert!(Machine::this().cpus >= 1);
+}
+
+const IPVS: [(Setting, u32); 4] = [
+    (Setting::IpvsConntrack, 1),
+    (Setting::IpvsExpireNodestConn, 1),
+    (Setting::IpvsExpireQuiescentTemplate, 1),
+    (Setting::IpForward, 1),
+];
+
+fn mode_ipvs(strict_arp: bool) -> Settings {
+    Settings { ipvs: Some(Ipvs { strict_arp }), ..asks(&NOTHING) }
+}
+
+#[test]
+fn ipvs_settings_by_the_kernels_version() {
+    for (kernel, reuse) in
+        [((4, 0), None), ((4, 1), Some(0)), ((5, 8), Some(0)), ((5, 9), None), ((6, 18), None)]
+    {
+        let machine = Machine { cpus: 2, kernel };
+        let current = KERNEL.into_iter().collect();
+        let writes = |settings: &Settings| {
+            let writes = plan(settings, &Current::new(), &current, machine);
+            writes.into_iter().map(|write| (write.setting, write.wanted)).collect::<Vec<_>>()
+        };
+        let expected: Vec<_> =
+            IPVS.into_iter().chain(reuse.map(|value| (Setting::IpvsConnReuseMode, value))).collect();
+        assert_eq!(writes(&mode_ipvs(false)), expected, "{kernel:?}");
+        let arp = [(Setting::ArpIgnore, 1), (Setting::ArpAnnounce, 2)];
+        assert_eq!(writes(&mode_ipvs(true)), [arp.as_slice(), &expected].concat(), "{kernel:?}");
+        assert_eq!(writes(&asks(&NOTHING)), [], "in other modes");
+    }
+    for (release, version) in
+        [("6.1.0-13-amd64\n", (6, 1)), ("5.9", (5, 9)), ("4.19.0+", (4, 19)), ("", (0, 0))]
+    {
+        assert_eq!(kernel_version(release), version, "{release:?}");
+    }
+}
+
+#[test]
+fn ipvs_settings_stay_but_strict_arp_is_taken_back() {
+    let root = root(&KERNEL);
+    let mut sysctls = Sysctls::new(root.path());
+    assert_eq!(sysctls.prepare_ipvs(machine(2)).written.len(), 4);
+    assert_eq!(sysctls.prepare_ipvs(machine(2)), Applied::default());
+    fs::write(root.path().join(Setting::ArpAnnounce.path()), "1").unwrap();
+    assert_eq!(sysctls.reconcile(&mode_ipvs(true), machine(2)).written.len(), 2);
+    let _ = sysctls.reconcile(&asks(&NOTHING), machine(2));
+    let now = read(root.path());
+    assert_eq!((now[&Setting::ArpIgnore], now[&Setting::ArpAnnounce]), (0, 1), "as before");
+    assert!(IPVS.into_iter().all(|(setting, value)| now[&setting] == value), "{now:?}");
+    // What somebody else has set, stricter or not, is left.
+    fs::write(root.path().join(Setting::ArpIgnore.path()), "2").unwrap();
+    let _ = sysctls.reconcile(&mode_ipvs(true), machine(2));
+    let _ = sysctls.reconcile(&mode_ipvs(false), machine(2));
+    let now = read(root.path());
+    assert_eq!((now[&Setting::ArpIgnore], now[&Setting::ArpAnnounce]), (2, 1));
+}
+
+#[test]
+fn ipvs_a_setting_that_is_missing_names_its_module() {
+    let root = root(&KERNEL[..8]);
+    let failed = Sysctls::new(root.path()).prepare_ipvs(machine(2)).failed;
+    assert!(failed[0].to_string().contains("kernel module ip_vs"), "{}", failed[0]);
 }
