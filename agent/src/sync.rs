@@ -118,9 +118,13 @@ pub trait Platform: Send + 'static {
         new: &Self::Dataplane,
     ) -> impl Future<Output = Result<(), SyncError>> + Send;
 
-    /// Removes what another proxy's modes have left beside ours, after `new` was read back. Returns whether that is all: some
-    /// of it may have to wait. An error counts as a failed write, as with [`Platform::retire`].
-    fn take_over(&mut self, new: &Self::Dataplane) -> impl Future<Output = Result<bool, SyncError>> + Send;
+    /// Removes what another proxy's modes have left beside ours, after `new`, which follows `plan`, was read back. Returns whether that is
+    /// all: some of it may have to wait. An error counts as a failed write, as with [`Platform::retire`].
+    fn take_over(
+        &mut self,
+        new: &Self::Dataplane,
+        plan: &Plan,
+    ) -> impl Future<Output = Result<bool, SyncError>> + Send;
 
     /// Gives the kernel's settings the values that a configuration asks for. Returns those that could not be had, in words:
     /// a node serves without them.

@@ -323,7 +323,7 @@ pub fn apply(root: &Path, writes: &[Write]) -> Applied {
         match put(&root.join(write.setting.path()), write.wanted) {
             Ok(()) => applied.written.push(*write),
             Err(error) => {
-                applied.failed.push(WriteError { write: *write, cause: Cause::new(write.setting, &error) })
+                applied.failed.push(WriteError { write: *write, cause: Cause::new(write.setting, &error) });
             }
         }
     }

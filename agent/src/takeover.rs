@@ -1,41 +1,78 @@
 //! What kube-proxy's other modes have left in the kernel, and how it goes.
 //!
-//! In: a node that serves with our rules, read back. Out: kube-proxy's nftables tables are gone, and of its IPVS mode the
-//! device with the addresses, the chains and the ipsets, in this order: while the addresses are local, the chains keep
-//! packets to undefined ports away from the node's own daemons. Everything is known by kube-proxy's own names; nothing else
-//! is touched. What its iptables mode has left needs none of this: it is taken over chain by chain.
+//! In: a node that serves with our rules, read back, and what its plan knows ([`Known`]). Out: kube-proxy's nftables tables are
+//! gone, and of its IPVS mode the virtual servers, the device with the addresses, the chains and the ipsets, in this order:
+//! while the addresses are local, the chains keep packets to undefined ports away from the node's own daemons. Everything is
+//! known by kube-proxy's own names and addresses; nothing else is touched. What its iptables mode has left needs none of
+//! this: it is taken over chain by chain.
 //!
-//! Connections that run through IPVS end when its addresses go, so those wait (reference §3; a DNAT comes before IPVS, so
-//! new connections are ours already). Virtual servers stay: see [`Left::VirtualServers`].
+//! New connections are ours already, since a DNAT comes before IPVS (reference §3). Those that run through IPVS end when its
+//! servers go, so all of it waits for them, up to [`DRAIN_AT_MOST`]. The node's own connections have such an address as their
+//! source, unless its route names another: it gets one first (docs/adr/0013-local-routes.md).
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use pointsman_crds::proxy_node_status::IpFamily;
 use thiserror::Error;
+use tokio::time::Instant;
 use tracing::{info, warn};
 
+use crate::conntrack::{self, Entry};
 use crate::iptables::{self, Tools};
+use crate::ipvs::client::Connection;
+use crate::ipvs::device::{self, Change, Device, DeviceError};
+use crate::ipvs::server::{Key, Operation};
+use crate::model::{Protocol, family_of};
 use crate::netfilter;
+use crate::plan::Plan;
 
 /// kube-proxy's tables in mode nftables.
 const TABLE: &str = "kube-proxy";
-/// The device that kube-proxy binds addresses to in mode ipvs.
-const DEVICE: &str = "kube-ipvs0";
 /// Of the thread: tests have a network namespace for each.
 const CONNECTIONS: &str = "/proc/thread-self/net/ip_vs_conn";
 const VIRTUAL_SERVERS: &str = "/proc/thread-self/net/ip_vs";
 
+/// Connections that run through IPVS for longer than this after we have taken over are cut.
+pub const DRAIN_AT_MOST: Duration = Duration::from_hours(1);
+
+/// What the plan knows of kube-proxy's virtual servers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// The node's own address in each family.
+    pub node: BTreeMap<IpFamily, IpAddr>,
+    /// NodePorts of the Services.
+    pub node_ports: BTreeSet<(Protocol, u16)>,
+}
+
+impl Known {
+    /// Of a plan.
+    #[must_use]
+    pub fn of(plan: &Plan) -> Self {
+        let mut known = Self::default();
+        for family in plan.families() {
+            let primary = plan.node(*family).and_then(|node| node.primary);
+            known.node.extend(primary.map(|address| (*family, address)));
+            let ports = plan.ports(*family);
+            known
+                .node_ports
+                .extend(ports.filter_map(|(id, port)| port.node_port.map(|number| (id.protocol, number))));
+        }
+        known
+    }
+}
+
 /// What is left after all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// Nothing.
+    /// Nothing of kube-proxy.
     Nothing,
     /// Everything of mode ipvs: connections still run through it.
     Draining,
-    /// Virtual servers. They get no packets while our rules take them first; one whose Service is deleted does.
-    VirtualServers,
 }
 
 /// What could not be removed.
@@ -58,8 +95,67 @@ pub enum TakeoverError {
     },
 }
 
-/// Removes what is left; of mode ipvs only if there are tools for its chains and sets. What is not there is no error.
-pub async fn remove(tools: Option<&Tools>) -> Result<Left, TakeoverError> {
+/// The removal on one node, which may take more than one attempt.
+#[derive(Clone, Debug, Default)]
+pub struct Takeover {
+    /// When connections were seen first.
+    draining: Option<Instant>,
+}
+
+impl Takeover {
+    /// Removes what is left; of mode ipvs only if there are tools for its chains and sets. What is not there is no error.
+    pub async fn remove(&mut self, tools: Option<&Tools>, known: &Known) -> Result<Left, TakeoverError> {
+        remove_tables()?;
+        match tools {
+            Some(tools) => self.remove_ipvs(tools, known).await,
+            None => Ok(Left::Nothing),
+        }
+    }
+
+    async fn remove_ipvs(&mut self, tools: &Tools, known: &Known) -> Result<Left, TakeoverError> {
+        let failed = |what| move |why: String| TakeoverError::Ipvs { what, why };
+        let sets = iptables::kube_proxy_sets(tools).await;
+        let there = if_nametoindex(device::NAME).is_ok();
+        let device = there.then(|| with_sources(known)).transpose();
+        let device = device.map_err(|error| failed("the device")(error.to_string()))?;
+        let (bound, others) = match &device {
+            Some((_, local)) => (local.bound.clone(), local.others.clone()),
+            None => (BTreeSet::new(), known.node.values().copied().collect()),
+        };
+        let (theirs, connection) = virtual_servers(&bound, &others, known)
+            .map_err(|error| failed("the virtual servers")(error.to_string()))?;
+        if device.is_none() && sets.is_empty() && theirs.is_empty() {
+            return Ok(Left::Nothing);
+        }
+        let since = *self.draining.get_or_insert_with(Instant::now);
+        let table = fs::read_to_string(CONNECTIONS).unwrap_or_default();
+        let through = connections(&table).filter(|key| theirs.contains(key)).count();
+        if through > 0 || from_any(&bound).await {
+            if since.elapsed() < DRAIN_AT_MOST {
+                info!(through, "kube-proxy's mode ipvs is left in place while connections run through it");
+                return Ok(Left::Draining);
+            }
+            warn!(through, "connections through kube-proxy's mode ipvs are cut: they have had their time");
+        }
+        if let Some(mut connection) = connection {
+            let operations: Vec<_> = theirs.iter().copied().map(Operation::RemoveServer).collect();
+            let removed = connection.apply(&operations);
+            removed.map_err(|error| failed("the virtual servers")(error.to_string()))?;
+        }
+        if let Some((device, _)) = device {
+            device.remove().map_err(|error| failed("the device")(error.to_string()))?;
+        }
+        iptables::remove_ipvs_chains(tools).await.map_err(|error| failed("the chains")(error.to_string()))?;
+        iptables::destroy_sets(tools, &sets)
+            .await
+            .map_err(|error| failed("the ipsets")(error.to_string()))?;
+        info!(servers = theirs.len(), sets = sets.len(), "what kube-proxy's mode ipvs has left is removed");
+        Ok(Left::Nothing)
+    }
+}
+
+/// Removes kube-proxy's tables of mode nftables.
+pub fn remove_tables() -> Result<(), TakeoverError> {
     for family in [IpFamily::IPv4, IpFamily::IPv6] {
         match netfilter::delete_table(family, TABLE) {
             Ok(()) => info!(?family, "kube-proxy's table {TABLE} of mode nftables removed"),
@@ -74,63 +170,135 @@ pub async fn remove(tools: Option<&Tools>) -> Result<Left, TakeoverError> {
             Err(errno) => return Err(TakeoverError::Table(errno)),
         }
     }
-    let ipvs = |what| move |why: String| TakeoverError::Ipvs { what, why };
-    let device = if_nametoindex(DEVICE).ok();
-    let sets = match tools {
-        Some(tools) => iptables::kube_proxy_sets(tools).await,
-        None => Vec::new(),
-    };
-    if let Some(tools) = tools.filter(|_| device.is_some() || !sets.is_empty()) {
-        if connected(&fs::read_to_string(CONNECTIONS).unwrap_or_default()) {
-            info!("kube-proxy's mode ipvs is left in place while connections run through it");
-            return Ok(Left::Draining);
-        }
-        if let Some(index) = device {
-            netfilter::delete_link(index).map_err(|errno| ipvs("the device")(errno.to_string()))?;
-        }
-        iptables::remove_ipvs_chains(tools).await.map_err(|error| ipvs("the chains")(error.to_string()))?;
-        iptables::destroy_sets(tools, &sets).await.map_err(|error| ipvs("the ipsets")(error.to_string()))?;
-        info!(sets = sets.len(), "what kube-proxy's mode ipvs has left is removed");
+    Ok(())
+}
+
+/// kube-proxy's device, with a node address as source of the route to each of its addresses.
+fn with_sources(known: &Known) -> Result<(Device, device::Local), DeviceError> {
+    // It may be off, and then takes no routes.
+    let mut device = Device::open()?;
+    let local = device.read()?;
+    let changes: Vec<_> = local
+        .bound
+        .iter()
+        .filter_map(|address| {
+            let source = known.node.get(&family_of(*address)).copied();
+            let has = local.routes.get(address).copied().flatten();
+            (source.is_some() && source != has).then_some(Change::Change { address: *address, source })
+        })
+        .collect();
+    if let Err(error) = device.apply(&changes) {
+        warn!("connections of this node to kube-proxy's virtual servers will be cut: {error}");
     }
-    if virtual_servers(&fs::read_to_string(VIRTUAL_SERVERS).unwrap_or_default()) {
+    Ok((device, local))
+}
+
+/// kube-proxy's virtual servers, and a connection to remove them with. Others are named, and left.
+fn virtual_servers(
+    bound: &BTreeSet<IpAddr>,
+    node: &BTreeSet<IpAddr>,
+    known: &Known,
+) -> Result<(BTreeSet<Key>, Option<Connection>), crate::ipvs::Error> {
+    // Asking for them would load the kernel's module.
+    if !fs::exists(VIRTUAL_SERVERS).unwrap_or_default() {
+        return Ok((BTreeSet::new(), None));
+    }
+    let mut connection = Connection::open()?;
+    let servers = connection.servers()?.unwrap_or_default();
+    let keys = servers.iter().map(|server| server.key);
+    let (theirs, others): (BTreeSet<_>, BTreeSet<_>) =
+        keys.partition(|key| is_kube_proxys(key, bound, node, known));
+    if let Some(first) = others.first() {
         warn!(
-            "IPVS virtual servers are left on this node; if they are kube-proxy's, remove them with ipvsadm --clear"
+            count = others.len(),
+            "IPVS virtual servers that are not known to be kube-proxy's are left on this node, such as {first}; if \
+             nobody needs them, remove them with ipvsadm"
         );
-        return Ok(Left::VirtualServers);
     }
-    Ok(Left::Nothing)
+    Ok((theirs, Some(connection)))
 }
 
-/// Whether a TCP connection runs through IPVS: `Pro FromIP FPrt ToIP TPrt DestIP DPrt State Expires …`.
-fn connected(table: &str) -> bool {
-    table.lines().any(|line| line.split_whitespace().nth(7) == Some("ESTABLISHED"))
+/// Whether it is at an address that kube-proxy has bound, or is a NodePort of a Service at an address of the node.
+#[must_use]
+pub fn is_kube_proxys(key: &Key, bound: &BTreeSet<IpAddr>, node: &BTreeSet<IpAddr>, known: &Known) -> bool {
+    match key {
+        Key::Address { protocol, address } => {
+            bound.contains(&address.ip())
+                || node.contains(&address.ip()) && known.node_ports.contains(&(*protocol, address.port()))
+        }
+        Key::Mark { .. } => false,
+    }
 }
 
-/// Whether there is a virtual server: a line that begins with its protocol.
-fn virtual_servers(table: &str) -> bool {
-    table
-        .lines()
-        .any(|line| ["TCP ", "UDP ", "SCTP "].iter().any(|protocol| line.trim_start().starts_with(protocol)))
+/// The virtual server of each established TCP connection of IPVS: `Pro FromIP FPrt ToIP TPrt DestIP DPrt State Expires …`.
+fn connections(table: &str) -> impl Iterator<Item = Key> {
+    table.lines().filter_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let ["TCP", _, _, to, port, _, _, "ESTABLISHED", ..] = words.as_slice() else { return None };
+        let address = match u32::from_str_radix(to, 16) {
+            Ok(number) => Ipv4Addr::from(number).into(),
+            Err(_) => to.trim_matches(['[', ']']).parse().ok()?,
+        };
+        Some(Key::new(Protocol::Tcp, address, u16::from_str_radix(port, 16).ok()?))
+    })
+}
+
+/// Whether a connection of the node has one of these addresses as its source.
+async fn from_any(addresses: &BTreeSet<IpAddr>) -> bool {
+    for family in [IpFamily::IPv4, IpFamily::IPv6] {
+        let addresses: BTreeSet<_> =
+            addresses.iter().copied().filter(|address| family_of(*address) == family).collect();
+        if addresses.is_empty() {
+            continue;
+        }
+        let from = move |entry: &Entry| {
+            entry.is_open_connection() && addresses.contains(&entry.original.source.ip())
+        };
+        let asked = tokio::task::spawn_blocking(move || conntrack::has(family, from)).await;
+        // A kernel that does not list its connections keeps nothing waiting for ever: there is a limit.
+        if !matches!(asked, Ok(Ok(false))) {
+            return true;
+        }
+    }
+    false
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn key(protocol: Protocol, address: &str) -> Key {
+        let address: std::net::SocketAddr = address.parse().unwrap();
+        Key::new(protocol, address.ip(), address.port())
+    }
+
     #[test]
     fn syn_17_connections_through_ipvs_are_seen() {
         let head = "Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData\n";
         let line = |state| format!("{head}TCP C0A84D02 D1A2 0A600050 0050 0AF4000A 1F90 {state} 899\n");
-        assert!(connected(&line("ESTABLISHED")));
-        assert!(!connected(&line("TIME_WAIT  ")));
-        assert!(!connected(head) && !connected(""));
+        let seen = |table: &str| connections(table).collect::<Vec<_>>();
+        assert_eq!(seen(&line("ESTABLISHED")), [key(Protocol::Tcp, "10.96.0.80:80")]);
+        assert_eq!(seen(&line("TIME_WAIT  ")), []);
+        assert!(seen(head).is_empty() && seen("").is_empty());
+        let v6 = "TCP fd00:0000:0000:0000:0000:0000:0000:0002 D1A2 fd00:0010:0096:0000:0000:0000:0000:000a 0035 \
+                  fd00:0000:0000:0000:0000:0000:0000:0009 1F90 ESTABLISHED     899";
+        assert_eq!(seen(v6), [key(Protocol::Tcp, "[fd00:10:96::a]:53")]);
+        assert_eq!(seen("UDP C0A84D02 D1A2 0A600050 0050 0AF4000A 1F90 ESTABLISHED 899"), [], "not one");
     }
 
     #[test]
-    fn virtual_servers_are_seen() {
-        let head = "IP Virtual Server version 1.2.1 (size=4096)\nProt LocalAddress:Port Scheduler Flags\n  -> RemoteAddress:Port Forward Weight ActiveConn InActConn\n";
-        assert!(!virtual_servers(head) && !virtual_servers(""));
-        assert!(virtual_servers(&format!("{head}TCP  0A600050:0050 rr\n")));
-        assert!(virtual_servers(&format!("{head}UDP  [fd00:0010:0096:0000:0000:0000:0000:000a]:0035 rr\n")));
+    fn ipvs_only_virtual_servers_of_kube_proxy_are_its() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let bound = [ip("10.96.0.10"), ip("fd00:96::10")].into();
+        let node = [ip("192.0.2.1"), ip("198.51.100.7")].into();
+        let known = Known { node_ports: [(Protocol::Tcp, 30_080)].into(), ..Known::default() };
+        let is = |protocol, address| is_kube_proxys(&key(protocol, address), &bound, &node, &known);
+        assert!(is(Protocol::Tcp, "10.96.0.10:80") && is(Protocol::Udp, "[fd00:96::10]:53"));
+        assert!(is(Protocol::Tcp, "192.0.2.1:30080") && is(Protocol::Tcp, "198.51.100.7:30080"));
+        assert!(!is(Protocol::Udp, "192.0.2.1:30080"), "another protocol");
+        assert!(!is(Protocol::Tcp, "192.0.2.1:443"), "a load balancer that somebody runs on this node");
+        assert!(!is(Protocol::Tcp, "203.0.113.80:80") && !is(Protocol::Tcp, "203.0.113.80:30080"));
+        let mark = Key::Mark { family: IpFamily::IPv4, mark: 1 };
+        assert!(!is_kube_proxys(&mark, &bound, &node, &known));
     }
 }

@@ -35,6 +35,6 @@ pub mod wire;
 
 pub use netlink::{Cause, RunError};
 pub use reconciler::{Job, Reconciler};
-pub use run::{Report, has_translated, run};
+pub use run::{Report, has, run};
 pub use serving::{Endpoints, Frontend, NodePort, Protocol, Serving, Target, stale};
 pub use wire::Entry;

@@ -64,17 +64,15 @@ pub fn run(job: &Job) -> Result<Report, RunError> {
     run_over(job, Socket::open)
 }
 
-/// Whether a TCP connection that has not ended leads to another address than its client sent it to. Blocks.
-pub fn has_translated(family: IpFamily) -> Result<bool, Cause> {
+/// Whether there is such an entry in the network namespace that the calling thread is in. Blocks.
+pub fn has(family: IpFamily, wanted: impl Fn(&Entry) -> bool) -> Result<bool, Cause> {
     let mut socket = Socket::open().map_err(Cause::Open)?;
     send(&mut socket, &wire::dump_request(family, DumpFilter::Family, 1))?;
     let mut buffer = vec![0; DATAGRAM];
     loop {
         for message in wire::messages(receive(&mut socket, &mut buffer)?) {
             match message?.body {
-                Body::Entry(payload)
-                    if wire::entry(payload)?.is_some_and(|entry| entry.is_translated_connection()) =>
-                {
+                Body::Entry(payload) if wire::entry(payload)?.is_some_and(|entry| wanted(&entry)) => {
                     return Ok(true);
                 }
                 Body::Done(0) => return Ok(false),

@@ -87,11 +87,17 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// A TCP connection that has been answered, has not ended, and leads elsewhere than its client sent it to.
+    /// A TCP connection that has been answered and has not ended.
+    #[must_use]
+    pub fn is_open_connection(&self) -> bool {
+        let open = self.tcp_state.is_some_and(|state| (TCP_SYN_RECV..=TCP_LAST_ACK).contains(&state));
+        self.protocol == Protocol::Tcp && open
+    }
+
+    /// One that leads elsewhere than its client sent it to.
     #[must_use]
     pub fn is_translated_connection(&self) -> bool {
-        let open = self.tcp_state.is_some_and(|state| (TCP_SYN_RECV..=TCP_LAST_ACK).contains(&state));
-        self.protocol == Protocol::Tcp && open && self.reply.source != self.original.destination
+        self.is_open_connection() && self.reply.source != self.original.destination
     }
 
     /// A TCP connection of which nothing but SYNs of the client was seen.

@@ -99,7 +99,10 @@ async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<
 
 /// Whether a TCP connection is translated. If the kernel does not say, there might be one.
 async fn has_translated(family: IpFamily) -> bool {
-    let asked = tokio::task::spawn_blocking(move || conntrack::has_translated(family)).await;
+    let asked = tokio::task::spawn_blocking(move || {
+        conntrack::has(family, conntrack::Entry::is_translated_connection)
+    })
+    .await;
     match asked {
         Ok(Ok(found)) => found,
         Ok(Err(error)) => {

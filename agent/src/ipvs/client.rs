@@ -11,7 +11,7 @@ use netlink_sys::protocols::NETLINK_GENERIC;
 use nix::errno::Errno;
 
 use super::error::{Error, Refusal};
-use super::server::{InstalledServer, Key, Operation, Timeouts, VirtualServer};
+use super::server::{InstalledReal, InstalledServer, Key, Operation, Timeouts, VirtualServer};
 use super::wire::{self, Parsed};
 use crate::netlink::{OffThread, Refused, Socket, SocketError, WireError};
 
@@ -151,9 +151,9 @@ impl Connection {
             let mut all = Vec::with_capacity(servers.len());
             let mut undisturbed = true;
             for server in servers {
-                let installed = self.with_reals(server)?;
-                undisturbed &= installed.is_some();
-                all.extend(installed);
+                let reals = self.reals_once(&server.key)?;
+                undisturbed &= reals.is_some();
+                all.extend(reals.map(|reals| InstalledServer { server, reals }));
             }
             // The kernel says nothing if a virtual server goes while it lists others; the one behind it is missing then.
             let after = self.servers()?.map(|servers| servers.iter().map(|server| server.key).collect());
@@ -164,13 +164,11 @@ impl Connection {
         Err(Error::Disturbed(ATTEMPTS))
     }
 
-    /// A virtual server with its real servers; nothing if it is not there.
-    pub fn read_one(&mut self, key: &Key) -> Result<Option<InstalledServer>, Error> {
+    /// The real servers of a virtual server; none if that is not there.
+    pub fn reals(&mut self, server: &Key) -> Result<Vec<InstalledReal>, Error> {
         for _ in 0..ATTEMPTS {
-            let Some(servers) = self.servers()? else { continue };
-            let Some(server) = servers.into_iter().find(|server| server.key == *key) else { return Ok(None) };
-            if let Some(installed) = self.with_reals(server)? {
-                return Ok(Some(installed));
+            if let Some(reals) = self.reals_once(server)? {
+                return Ok(reals);
             }
         }
         Err(Error::Disturbed(ATTEMPTS))
@@ -193,18 +191,18 @@ impl Connection {
         Ok(undisturbed.then_some(servers))
     }
 
-    fn with_reals(&mut self, server: VirtualServer) -> Result<Option<InstalledServer>, Error> {
+    fn reals_once(&mut self, server: &Key) -> Result<Option<Vec<InstalledReal>>, Error> {
         let mut reals = Vec::new();
-        let (family, key) = (self.family, server.key);
+        let family = self.family;
         let undisturbed = self.list(
             "real servers",
-            |sequence| wire::list_reals(family, sequence, &key),
+            |sequence| wire::list_reals(family, sequence, server),
             |payload| {
-                reals.extend(wire::real(payload, key.family())?);
+                reals.extend(wire::real(payload, server.family())?);
                 Ok(())
             },
         )?;
-        Ok(undisturbed.then_some(InstalledServer { server, reals }))
+        Ok(undisturbed.then_some(reals))
     }
 
     fn list(

@@ -185,6 +185,7 @@ impl Device {
         let socket = Socket::open(NETLINK_ROUTE, None, None).map_err(DeviceError::Open)?;
         let mut device = Self { socket, index: 0 };
         match device.one("made", |to, flags, sequence| route::add_device(to, flags, sequence, NAME)) {
+            // Also one of another type serves.
             Err(DeviceError::Device { errno: Errno::EEXIST, .. }) => {}
             Err(DeviceError::Device { errno: Errno::EOPNOTSUPP, .. }) => return Err(DeviceError::NoDummy),
             made => made?,

@@ -22,7 +22,7 @@ use crate::netfilter::Notices;
 use crate::nftables;
 use crate::plan::{Changes, Plan, PortId, PortPlan};
 use crate::sysctl::{Machine, Settings, Sysctls, Write};
-use crate::takeover::{self, Left, TakeoverError};
+use crate::takeover::{Known, Left, Takeover, TakeoverError};
 use crate::userspace;
 use crate::userspace::counters::Counters;
 
@@ -38,13 +38,14 @@ const LAST_CONNECTIONS: Duration = Duration::from_secs(4);
 pub struct Node {
     sysctls: Sysctls,
     counters: Counters,
+    takeover: Takeover,
 }
 
 impl Node {
     /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`. A proxy counts what it does in `counters`.
     #[must_use]
     pub fn new(sysctls: &Path, counters: Counters) -> Self {
-        Self { sysctls: Sysctls::new(sysctls), counters }
+        Self { sysctls: Sysctls::new(sysctls), counters, takeover: Takeover::default() }
     }
 }
 
@@ -139,17 +140,18 @@ impl Platform for Node {
         Ok(())
     }
 
-    async fn take_over(&mut self, new: &Self::Dataplane) -> Result<bool, SyncError> {
+    async fn take_over(&mut self, new: &Self::Dataplane, plan: &Plan) -> Result<bool, SyncError> {
+        let known = Known::of(plan);
         let removed = match new {
-            Dataplane::Iptables(iptables) => takeover::remove(Some(iptables.tools())).await,
+            Dataplane::Iptables(iptables) => self.takeover.remove(Some(iptables.tools()), &known).await,
             Dataplane::Nftables(_) | Dataplane::Userspace(_) => {
                 let tools = Tools::detect(IptablesBackend::Auto).await.ok();
-                takeover::remove(tools.as_ref()).await
+                self.takeover.remove(tools.as_ref(), &known).await
             }
         };
         match removed {
             Ok(Left::Draining) => Ok(false),
-            Ok(Left::Nothing | Left::VirtualServers) => Ok(true),
+            Ok(Left::Nothing) => Ok(true),
             Err(error @ TakeoverError::Table(_)) => Err(SyncError {
                 family: new.families().first().copied().unwrap_or(IpFamily::IPv4),
                 failure: SyncFailure::SyncFailed,

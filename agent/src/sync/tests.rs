@@ -11,13 +11,13 @@ use k8s_openapi::jiff::Timestamp;
 use pointsman_crds::settings::{DriftPolicy, Mode, NodePortAddress};
 use tokio::time::{Instant, sleep};
 
-use crate::sysctl::Ipvs;
 use super::*;
 use crate::config::tests::{candidate, sample};
 use crate::conntrack;
 use crate::kernel::SyncFailure;
 use crate::model::ObjectName;
 use crate::state::Compatibility;
+use crate::sysctl::Ipvs;
 use rig::{rig, rig_with, slice};
 
 #[tokio::test(start_paused = true)]

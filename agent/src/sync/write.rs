@@ -250,7 +250,7 @@ impl<P: Platform> Engine<P> {
     /// Removes what another proxy has left. Returns whether packets meet nothing of it any more.
     async fn take_over(&mut self) -> bool {
         let Some(running) = self.running.as_mut().filter(|running| !running.taken_over) else { return true };
-        match self.platform.take_over(&running.dataplane).await {
+        match self.platform.take_over(&running.dataplane, &running.plan).await {
             Ok(done) => running.taken_over = done,
             Err(error) => {
                 self.fail(error, true);

@@ -8,6 +8,7 @@ mod support;
 
 mod client;
 mod device;
+mod takeover;
 
 use std::thread;
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pointsman_agent::conntrack::{self, Reconciler};
-use pointsman_agent::sysctl::{Settings, Sysctls};
+use pointsman_agent::sysctl::{Machine, Settings, Sysctls};
 use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::NodePortAddress;
@@ -89,9 +89,12 @@ fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
                 udp_stream_timeout_seconds: 0,
             };
             let sysctls = Arc::clone(&sysctls);
-            let settings = Settings { conntrack: nothing, route_localnet };
+            let settings = Settings { conntrack: nothing, route_localnet, ipvs: None };
             lab.run("node", move || {
-                assert_eq!(sysctls.lock().unwrap().reconcile(&settings, 2).failed, []);
+                assert_eq!(
+                    sysctls.lock().unwrap().reconcile(&settings, Machine { cpus: 2, kernel: (6, 1) }).failed,
+                    []
+                );
                 std::fs::read_to_string("/proc/sys/net/ipv4/conf/all/route_localnet").unwrap()
             })
         };

@@ -1,7 +1,7 @@
 //! What kube-proxy's modes nftables and ipvs have left: gone once our rules are in, and nothing else is.
 
 use pointsman_agent::iptables::{Flavour, Tools};
-use pointsman_agent::takeover::{self, Left};
+use pointsman_agent::takeover::{Known, Left, Takeover};
 use pointsman_crds::settings::IptablesBackend;
 
 use crate::lifecycle::{BOTH, cluster_ip, loaded};
@@ -18,7 +18,7 @@ fn take_over(lab: &Lab, flavour: Flavour) -> Left {
     lab.run("node", move || {
         block_on(async {
             let tools = Tools::detect(backend).await.unwrap();
-            takeover::remove(Some(&tools)).await.unwrap()
+            Takeover::default().remove(Some(&tools), &Known::default()).await.unwrap()
         })
     })
 }

@@ -185,7 +185,7 @@ impl Platform for FakePlatform {
         Ok(())
     }
 
-    async fn take_over(&mut self, _: &Fake) -> Result<bool, SyncError> {
+    async fn take_over(&mut self, _: &Fake, _: &Plan) -> Result<bool, SyncError> {
         let mut script = self.0.lock().unwrap();
         script.taken_over += 1;
         script.takeovers.pop_front().unwrap_or(Ok(true))
