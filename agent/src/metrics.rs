@@ -377,7 +377,7 @@ impl Metrics {
         self.endpoints.set(whole(state.endpoints));
         self.rules_held.set(whole(state.rules));
         self.conflicts.set(whole(state.conflicts));
-        self.settings.set(whole(state.settings.len()));
+        self.settings.set(whole(state.settings.len() + state.localhost.len()));
         self.ready.set(i64::from(ready));
         for (word, count) in [("open", checks.open()), ("failing", checks.problems().len())] {
             self.check_ports.get_or_create(&ByState { state: word }).set(whole(count));

@@ -201,6 +201,8 @@ pub struct SyncState {
     pub drift: DriftState,
     /// Settings of the kernel that are not as configured, in words.
     pub settings: Vec<String>,
+    /// NodePorts that are not served on loopback addresses although they should be, in words.
+    pub localhost: Vec<String>,
     /// Endpoints that a proxy gives a rest because they cannot be reached from here: Service port and address.
     pub resting: Vec<String>,
     /// Latency.
@@ -236,6 +238,7 @@ impl SyncState {
             verified: false,
             drift: DriftState::default(),
             settings: Vec::new(),
+            localhost: Vec::new(),
             resting: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,

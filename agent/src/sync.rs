@@ -78,16 +78,6 @@ pub trait Dataplane: Send + 'static {
         port.serving_sockets()
     }
 
-    /// Endpoints that get no new connections because they cannot be reached from here: Service port and address.
-    fn resting(&self) -> Vec<String> {
-        Vec::new()
-    }
-
-    /// The agent is about to end, and the kernel stays as it is. What ends with the agent may be brought to an end in a few seconds.
-    fn stop(&mut self) -> impl Future<Output = ()> + Send {
-        std::future::ready(())
-    }
-
     /// Packets dropped because connection tracking calls them invalid, by family, as far as this mode counts them; from zero again
     /// when the rule is written anew.
     fn invalid_dropped(&mut self) -> impl Future<Output = BTreeMap<IpFamily, u64>> + Send {
@@ -129,6 +119,16 @@ pub trait Platform: Send + 'static {
     /// Gives the kernel's settings the values that a configuration asks for. Returns those that could not be had, in words:
     /// a node serves without them.
     fn adjust(&mut self, settings: &Settings) -> impl Future<Output = Vec<String>> + Send;
+
+    /// Serves NodePorts on loopback addresses, in every mode, where the plan says so. `changes` is what changed since the last call;
+    /// without it, anything may have. Returns what could not be had, in words; that is tried again with the next call.
+    fn serve_localhost(&mut self, plan: &Plan, changes: Option<&Changes>) -> Vec<String>;
+
+    /// Endpoints that get no new connections from the agent because they cannot be reached from here: Service port and address.
+    fn resting(&self) -> Vec<String>;
+
+    /// The agent is about to end, and the kernel stays as it is. What ends with the agent may be brought to an end in a few seconds.
+    fn stop(&mut self, dataplane: Option<&mut Self::Dataplane>) -> impl Future<Output = ()> + Send;
 
     /// Deletes the connection tracking entries that contradict what frontends lead to; an error says why not.
     fn end_stale_flows(&mut self, job: &Job) -> impl Future<Output = Result<Report, String>> + Send;

@@ -1,4 +1,4 @@
-//! The kernel's settings that follow the configuration: connection tracking, routing to 127.0.0.0/8, and IPVS.
+//! The kernel's settings that follow the configuration: connection tracking, and IPVS.
 //!
 //! In: what the configuration asks for ([`Settings`]), what the kernel has ([`read`]), and the [`Machine`].
 //! Out: the writes that are missing ([`plan`], pure), then what was written and what could not be ([`apply`]). A change of
@@ -41,8 +41,6 @@ pub enum Setting {
     UdpTimeout,
     /// Timeout of UDP flows with replies, in seconds.
     UdpStreamTimeout,
-    /// Whether packets to 127.0.0.0/8 are routed, which `NodePorts` on 127.0.0.1 need.
-    RouteLocalnet,
     /// Whether connections of IPVS have entries of connection tracking, and so NAT and rules that follow them.
     IpvsConntrack,
     /// Whether IPVS schedules a new connection with the client port of an old one anew.
@@ -61,7 +59,7 @@ pub enum Setting {
 
 impl Setting {
     /// All of them, in the order in which they are written.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 14] = [
         Self::Max,
         Self::HashSize,
         Self::TcpEstablishedTimeout,
@@ -69,7 +67,6 @@ impl Setting {
         Self::TcpBeLiberal,
         Self::UdpTimeout,
         Self::UdpStreamTimeout,
-        Self::RouteLocalnet,
         Self::IpvsConntrack,
         Self::IpvsConnReuseMode,
         Self::IpvsExpireNodestConn,
@@ -90,7 +87,6 @@ impl Setting {
             Self::TcpBeLiberal => "net/netfilter/nf_conntrack_tcp_be_liberal",
             Self::UdpTimeout => "net/netfilter/nf_conntrack_udp_timeout",
             Self::UdpStreamTimeout => "net/netfilter/nf_conntrack_udp_timeout_stream",
-            Self::RouteLocalnet => "net/ipv4/conf/all/route_localnet",
             Self::IpvsConntrack => "net/ipv4/vs/conntrack",
             Self::IpvsConnReuseMode => "net/ipv4/vs/conn_reuse_mode",
             Self::IpvsExpireNodestConn => "net/ipv4/vs/expire_nodest_conn",
@@ -118,8 +114,6 @@ impl fmt::Display for Setting {
 pub struct Settings {
     /// Connection tracking.
     pub conntrack: NodeConntrack,
-    /// Whether packets to 127.0.0.0/8 must be routed. To be asked for only once others are kept from sending there.
-    pub route_localnet: bool,
     /// What mode ipvs needs, if that is the mode.
     pub ipvs: Option<Ipvs>,
 }
@@ -276,11 +270,10 @@ fn exactly(current: u32, wanted: u32) -> bool {
 }
 
 /// What is turned back once nobody asks for it any more, with the value asked for.
-fn switches(settings: &Settings) -> [(Setting, Option<u32>); 4] {
+fn switches(settings: &Settings) -> [(Setting, Option<u32>); 3] {
     let strict_arp = settings.ipvs.is_some_and(|ipvs| ipvs.strict_arp);
     [
         (Setting::TcpBeLiberal, settings.conntrack.tcp_be_liberal.then_some(1)),
-        (Setting::RouteLocalnet, settings.route_localnet.then_some(1)),
         (Setting::ArpIgnore, strict_arp.then_some(1)),
         (Setting::ArpAnnounce, strict_arp.then_some(2)),
     ]

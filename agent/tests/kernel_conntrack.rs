@@ -495,8 +495,8 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
     isolated(|| {
         let root = Path::new("/proc/sys");
         let mut sysctls = Sysctls::new(root);
-        let mut reconcile = |conntrack: &NodeConntrack, route_localnet| {
-            sysctls.reconcile(&Settings { conntrack: *conntrack, route_localnet, ipvs: None }, MACHINE)
+        let mut reconcile = |conntrack: &NodeConntrack| {
+            sysctls.reconcile(&Settings { conntrack: *conntrack, ipvs: None }, MACHINE)
         };
         let nothing = NodeConntrack {
             max_per_core: 0,
@@ -515,14 +515,13 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
             udp_stream_timeout_seconds: 111,
             ..nothing
         };
-        let applied = reconcile(&config, true);
-        assert_eq!((applied.written.len(), applied.failed.len()), (6, 0), "{applied:?}");
+        let applied = reconcile(&config);
+        assert_eq!((applied.written.len(), applied.failed.len()), (5, 0), "{applied:?}");
         assert_eq!(sysctl::read(root)[&Setting::TcpCloseWaitTimeout], 3_600);
-        let applied = reconcile(&nothing, false);
-        assert_eq!(applied.written.len(), 2);
+        let applied = reconcile(&nothing);
+        assert_eq!(applied.written.len(), 1);
         let current = sysctl::read(root);
         assert_eq!((current[&Setting::TcpBeLiberal], current[&Setting::UdpTimeout]), (0, 11));
-        assert_eq!(current[&Setting::RouteLocalnet], 0);
 
         // As in the agent's container: /proc/sys is read-only, and /proc/sys/net is there once more, to be written without
         // any capability but NET_ADMIN.
@@ -534,7 +533,7 @@ fn ct_10_sysctls_of_a_namespace_change_live() {
         let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
         mount(none, "/proc/sys", none, read_only, none).unwrap();
         let changed = NodeConntrack { udp_timeout_seconds: 12, ..nothing };
-        let settings = Settings { conntrack: changed, route_localnet: false, ipvs: None };
+        let settings = Settings { conntrack: changed, ipvs: None };
         let applied = sysctls.reconcile(&settings, MACHINE);
         assert!(applied.written.is_empty());
         let said = applied.failed[0].to_string();

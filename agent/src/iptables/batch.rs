@@ -35,8 +35,6 @@ pub(super) struct Batch {
     pub filter: Chains,
     /// In filter: lists to create.
     pub new_lists: BTreeSet<ChainName>,
-    /// In filter: rules to add at the end of chains that are not ours.
-    pub guard: Vec<(&'static str, &'static str)>,
     /// In filter: anchors of an earlier cleanup, to remove at the end.
     pub anchors: Vec<Rule>,
     /// In filter: rules to add to lists.
@@ -175,9 +173,6 @@ impl Batch {
         filter.write(&self.filter);
         for list in &self.new_lists {
             filter.chain(*list, &[]);
-        }
-        for (chain, rule) in &self.guard {
-            filter.append_rule(chain, rule);
         }
         filter.insert(&self.jumps);
         filter

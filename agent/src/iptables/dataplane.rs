@@ -138,9 +138,7 @@ impl Dataplane {
         let lock_wait = plan.config().iptables.lock_timeout_seconds;
         let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
         // Taken out, so that it stays unknown if the write fails or is cancelled.
-        let known =
-            self.states.remove(&family).filter(|state| state.localhost() == node.node_ports.localhost);
-        let state = if let Some(mut state) = known {
+        let state = if let Some(mut state) = self.states.remove(&family) {
             let batch = state.advance(plan, node, changes);
             runner.write(batch, state.uses_sets(), written).await?;
             runner.settle(&mut state, written).await?;
@@ -486,8 +484,6 @@ impl<'a> Runner<'a> {
 const CANARY: &str = "KUBE-PROXY-CANARY";
 /// A chain for trying out rules; nothing leads to it.
 const PROBE: &str = "KUBE-NP-PROBE";
-/// kubelet's chain, in which packets from outside are kept away from 127.0.0.0/8.
-pub(super) const GUARD: &str = "KUBE-FIREWALL";
 
 fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
     ear.lock().unwrap_or_else(PoisonError::into_inner)

@@ -9,7 +9,6 @@ use std::collections::BTreeSet;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::dataplane::GUARD;
 use super::saved::{ours_in_filter, ours_in_nat};
 use super::shared::JUMPS;
 use crate::netfilter::{Event, Notice, Notices};
@@ -77,7 +76,7 @@ impl Ear {
 fn concerns_us(notice: &Notice<'_>) -> bool {
     let ours = match notice.table {
         "nat" => ours_in_nat(notice.chain),
-        "filter" => ours_in_filter(notice.chain) || notice.chain == GUARD,
+        "filter" => ours_in_filter(notice.chain),
         _ => return false,
     };
     let built_in = || JUMPS.iter().any(|jump| jump.table == notice.table && jump.from == notice.chain);
@@ -103,7 +102,7 @@ mod tests {
             ("nat", "KUBE-SVC-A", Event::ChainDeleted, true),
             ("nat", "PREROUTING", Event::RuleDeleted, true),
             ("nat", "", Event::TableDeleted, true),
-            ("filter", GUARD, Event::RuleDeleted, true),
+            ("filter", "KUBE-FIREWALL", Event::RuleDeleted, false),
             ("nat", "PREROUTING", Event::RuleAdded, false),
             ("nat", "INPUT", Event::RuleDeleted, false),
             ("nat", "CNI-HOSTPORT-DNAT", Event::RuleDeleted, false),

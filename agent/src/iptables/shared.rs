@@ -18,10 +18,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::IpNet;
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::dataplane::GUARD;
 use super::names::ChainName;
 use super::render::{Capture, Chains, List, MARK_FOREIGN, MARK_MASQ, Rule, commented, from_local_pods, host};
-use super::saved::{Saved, target};
 use super::sets;
 use super::tree::{Block, Bounded, Contents, Touched, Tree};
 use crate::model::Protocol;
@@ -266,22 +264,16 @@ fn port_rules(protocol: Protocol, tree: &Ports, block: Block) -> Vec<Rule> {
 /// Rules that send packets to the node's addresses, as far as NodePorts answer there, to a chain.
 fn to_node(node: &NodePlan, comment: &str, chain: &str) -> Vec<Rule> {
     let comment = commented(comment);
-    let local = "-m addrtype --dst-type LOCAL";
     let ports = &node.node_ports;
-    let mut rules = Vec::new();
     if ports.all {
-        rules.push(match (node.family, ports.localhost) {
-            (IpFamily::IPv4, true) => format!("{comment} {local} -j {chain}"),
-            (IpFamily::IPv4, false) => format!("! -d 127.0.0.0/8 {comment} {local} -j {chain}"),
-            (IpFamily::IPv6, _) => format!("! -d ::1/128 {comment} {local} -j {chain}"),
-        });
-        return rules;
+        let loopback = match node.family {
+            IpFamily::IPv4 => "127.0.0.0/8",
+            IpFamily::IPv6 => "::1/128",
+        };
+        return vec![format!("! -d {loopback} {comment} -m addrtype --dst-type LOCAL -j {chain}")];
     }
-    rules.extend(ports.addresses.iter().map(|address| format!("-d {} {comment} -j {chain}", host(*address))));
-    if ports.localhost {
-        rules.push(format!("-d 127.0.0.0/8 {comment} {local} -j {chain}"));
-    }
-    rules
+    let rule = |address: &IpAddr| format!("-d {} {comment} -j {chain}", host(*address));
+    ports.addresses.iter().map(rule).collect()
 }
 
 /// The chains that do not depend on single Services.
@@ -374,26 +366,6 @@ fn forward(node: &NodePlan, accepted: u32) -> Vec<Rule> {
     let comment = commented("kubernetes forwarding conntrack rule");
     rules.push(format!("{comment} -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"));
     rules
-}
-
-/// Keeps packets from outside away from services that listen on 127.0.0.1 only, while `route_localnet` lets them in
-/// (CVE-2020-8558). In kubelet's chain, with kubelet's text.
-const MARTIAN_RULE: &str = "! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment \"block incoming localnet connections\" -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP";
-
-/// What is missing of what keeps packets from outside away from 127.0.0.0/8: rules, and the chains that they go to the end
-/// of.
-pub(super) fn guard(filter: &Saved) -> Vec<(&'static str, &'static str)> {
-    let has = |chain, wanted: &dyn Fn(&str) -> bool| filter.rules(chain).into_iter().flatten().any(wanted);
-    let mut missing = Vec::new();
-    if !has(GUARD, &|rule| rule.contains("block incoming localnet connections")) {
-        missing.push((GUARD, MARTIAN_RULE));
-    }
-    for hook in ["INPUT", "OUTPUT"] {
-        if !has(hook, &|rule| target(rule) == Some(GUARD)) {
-            missing.push((hook, "-j KUBE-FIREWALL"));
-        }
-    }
-    missing
 }
 
 /// Where the anchor of a cleanup is.

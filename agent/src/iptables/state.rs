@@ -11,12 +11,11 @@ use std::sync::Arc;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::Batch;
-use super::dataplane::GUARD;
 use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
 use super::sets::{self, Element, Set, SetChanges};
-use super::shared::{ANCHOR_CHAIN, Dispatch, DispatchTouched, Frame, JUMPS, guard};
+use super::shared::{ANCHOR_CHAIN, Dispatch, DispatchTouched, Frame, JUMPS};
 use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
 
 /// What the kernel holds of ours in one family.
@@ -211,11 +210,6 @@ impl State {
         }
     }
 
-    /// Whether NodePorts answer on 127.0.0.1.
-    pub(super) fn localhost(&self) -> bool {
-        self.node.node_ports.localhost
-    }
-
     /// Whether more mark bits are masqueraded than are set.
     pub(super) fn is_settling(&self) -> bool {
         self.accepted != self.node.mark
@@ -305,12 +299,6 @@ impl State {
         }
         batch.listed = lists;
         batch.anchors = filter.anchors().map(str::to_owned).collect();
-        if self.localhost() {
-            if !filter.has(GUARD) {
-                batch.new_lists.insert(ChainName::new(GUARD));
-            }
-            batch.guard = guard(filter);
-        }
         for name in filter.needed_by_others("filter", ours_in_filter) {
             filter_stale.remove(&name);
         }
@@ -389,9 +377,6 @@ impl Differences {
             lines.extend(
                 members.iter().map(|(set, member)| format!("set {}: {what}: {member}", set.name(family))),
             );
-        }
-        for (chain, rule) in &batch.guard {
-            lines.push(format!("{family:?} filter chain {chain}: missing: {rule}"));
         }
         for rule in &batch.anchors {
             lines.push(format!("{family:?} filter chain {ANCHOR_CHAIN}: left over: {rule}"));

@@ -139,7 +139,7 @@ impl Metrics {
         to.register("objects_skipped", "Objects or parts of them that made no sense", self.skipped.clone());
         to.register(
             "settings_not_applied",
-            "Settings of the kernel that are not as configured",
+            "Settings of the kernel, and NodePorts on localhost, that are not as configured",
             self.settings.clone(),
         );
         to.register("ready", "Whether the kernel holds the assigned configuration", self.ready.clone());

@@ -32,7 +32,7 @@ pub struct NodePorts {
     pub all: bool,
     /// These addresses; none if `all` is set.
     pub addresses: BTreeSet<IpAddr>,
-    /// 127.0.0.0/8. Never set for IPv6: the kernel cannot route `::1` away.
+    /// 127.0.0.1: by a proxy that listens there, not by rules. Never set for IPv6, as in kube-proxy.
     pub localhost: bool,
 }
 

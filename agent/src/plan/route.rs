@@ -109,10 +109,8 @@ impl Plan {
 }
 
 fn answers(node: &NodePlan, packet: &Packet) -> bool {
-    let loopback = packet.destination.is_loopback();
-    node.node_ports.addresses.contains(&packet.destination)
-        || (node.node_ports.all && packet.destination_is_local && !loopback)
-        || (node.node_ports.localhost && packet.destination_is_local && loopback)
+    let all = node.node_ports.all && packet.destination_is_local && !packet.destination.is_loopback();
+    all || node.node_ports.addresses.contains(&packet.destination)
 }
 
 fn admitted(port: &PortPlan, packet: &Packet) -> bool {

@@ -190,12 +190,13 @@ fn compatible(state: &SyncState) -> Finding {
     }
 }
 
-/// Settings that the node goes without do not keep it from serving, but are to be seen.
+/// What the node goes without does not keep it from serving the rest, but is to be seen.
 fn with_settings(state: &SyncState, message: &str) -> String {
-    if state.settings.is_empty() {
+    let missing: Vec<&str> = state.settings.iter().chain(&state.localhost).map(String::as_str).collect();
+    if missing.is_empty() {
         return message.to_owned();
     }
-    format!("{message}; not as configured: {}", state.settings.join("; "))
+    format!("{message}; not as configured: {}", missing.join("; "))
 }
 
 fn config_applied(state: &SyncState) -> Finding {

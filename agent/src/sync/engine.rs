@@ -163,9 +163,8 @@ impl<P: Platform> Engine<P> {
                 // Stopping comes first, then what is overdue; otherwise a busy cluster would keep the kernel waiting.
                 biased;
                 _ = &mut stop => {
-                    if let Some(running) = self.running.as_mut() {
-                        running.dataplane.stop().await;
-                    }
+                    let dataplane = self.running.as_mut().map(|running| &mut running.dataplane);
+                    self.platform.stop(dataplane).await;
                     return;
                 }
                 () = sleep_until(wake) => self.turn().await,
@@ -488,8 +487,7 @@ impl<P: Platform> Engine<P> {
     }
 
     fn publish(&mut self) {
-        self.state.resting =
-            self.running.as_ref().map(|running| running.dataplane.resting()).unwrap_or_default();
+        self.state.resting = self.platform.resting();
         self.outside.state.send_replace(self.state.clone());
     }
 }

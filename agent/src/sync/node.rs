@@ -25,6 +25,7 @@ use crate::sysctl::{Machine, Settings, Sysctls, Write};
 use crate::takeover::{Known, Left, Takeover, TakeoverError};
 use crate::userspace;
 use crate::userspace::counters::Counters;
+use crate::userspace::localhost::Localhost;
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
@@ -39,13 +40,15 @@ pub struct Node {
     sysctls: Sysctls,
     counters: Counters,
     takeover: Takeover,
+    /// Once it was asked for.
+    localhost: Option<Localhost>,
 }
 
 impl Node {
     /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`. A proxy counts what it does in `counters`.
     #[must_use]
     pub fn new(sysctls: &Path, counters: Counters) -> Self {
-        Self { sysctls: Sysctls::new(sysctls), counters, takeover: Takeover::default() }
+        Self { sysctls: Sysctls::new(sysctls), counters, takeover: Takeover::default(), localhost: None }
     }
 }
 
@@ -181,6 +184,35 @@ impl Platform for Node {
             }
             Err(error) => vec![error.to_string()],
         }
+    }
+
+    fn serve_localhost(&mut self, plan: &Plan, changes: Option<&Changes>) -> Vec<String> {
+        let wanted = plan.families().iter().filter_map(|family| plan.node(*family));
+        if self.localhost.is_none() && !wanted.into_iter().any(|node| node.node_ports.localhost) {
+            return Vec::new();
+        }
+        // What changed before this was asked for, is new.
+        let changes = changes.filter(|_| self.localhost.is_some());
+        let localhost = self.localhost.get_or_insert_with(|| Localhost::new(self.counters.clone()));
+        localhost.follow(plan, changes)
+    }
+
+    fn resting(&self) -> Vec<String> {
+        self.counters.resting()
+    }
+
+    async fn stop(&mut self, dataplane: Option<&mut Self::Dataplane>) {
+        let proxy = async {
+            if let Some(Dataplane::Userspace(userspace)) = dataplane {
+                userspace.stop(LAST_CONNECTIONS).await;
+            }
+        };
+        let localhost = async {
+            if let Some(localhost) = &mut self.localhost {
+                localhost.stop(LAST_CONNECTIONS).await;
+            }
+        };
+        tokio::join!(proxy, localhost);
     }
 
     async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
@@ -321,19 +353,6 @@ impl super::Dataplane for Dataplane {
             // Without an endpoint, flows to the proxy are to meet the rule that refuses them.
             Self::Userspace(userspace) if !port.serving.is_empty() => userspace.flow_endpoints(id),
             _ => port.serving_sockets(),
-        }
-    }
-
-    fn resting(&self) -> Vec<String> {
-        match self {
-            Self::Userspace(userspace) => userspace.resting(),
-            _ => Vec::new(),
-        }
-    }
-
-    async fn stop(&mut self) {
-        if let Self::Userspace(userspace) = self {
-            userspace.stop(LAST_CONNECTIONS).await;
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
-use pointsman_crds::settings::{DriftPolicy, Mode, NodePortAddress};
+use pointsman_crds::settings::{DriftPolicy, Mode};
 use tokio::time::{Instant, sleep};
 
 use super::*;
@@ -421,14 +421,30 @@ async fn ct_10_settings_follow_the_configuration_live_and_keep_nobody_from_servi
     assert_eq!(rig.script.lock().unwrap().settings.len(), 2, "and then left alone");
     let mut config = sample();
     config.conntrack.udp_timeout_seconds = 20;
-    config.iptables.localhost_node_ports = true;
-    config.node_port_addresses = vec![NodePortAddress("localhost".to_owned())];
     rig.config(candidate("default", config)).await;
     sleep(Duration::from_secs(2)).await;
     let script = rig.script.lock().unwrap();
     let last = script.settings.last().unwrap();
-    assert_eq!((last.conntrack.udp_timeout_seconds, last.route_localnet), (20, true));
+    assert_eq!(last.conntrack.udp_timeout_seconds, 20);
     assert_eq!((script.settings.len(), script.opened), (3, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn localhost_follows_what_was_written_and_what_is_taken_is_shown_and_tried_again() {
+    let rig = rig();
+    rig.script.lock().unwrap().taken_ports = vec!["ns/web: in use".to_owned()];
+    rig.begin().await;
+    assert_eq!(rig.script.lock().unwrap().localhost, [None], "all of it");
+    assert_eq!(rig.now().localhost, ["ns/web: in use"]);
+    assert!(rig.scrape().contains("pointsman_settings_not_applied 1"));
+    rig.service("more").await;
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(rig.script.lock().unwrap().localhost, [None, Some(1)]);
+    rig.script.lock().unwrap().taken_ports.clear();
+    sleep(Duration::from_secs(61)).await;
+    assert_eq!(rig.now().localhost, Vec::<String>::new());
+    sleep(Duration::from_mins(5)).await;
+    assert_eq!(rig.script.lock().unwrap().localhost, [None, Some(1), Some(0)], "and then left alone");
 }
 
 // ids: CT-6 CT-12

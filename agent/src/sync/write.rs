@@ -57,6 +57,8 @@ impl<P: Platform> Engine<P> {
         if let Some(running) = &self.running {
             let endpoints = |id: &PortId, port: &PortPlan| running.dataplane.flow_endpoints(id, port);
             self.flows.follow(&running.plan, &self.model, &changes.ports, endpoints);
+            let changed = (!synced.full).then_some(&changes);
+            self.state.localhost = self.platform.serve_localhost(&running.plan, changed);
         }
         self.adjust().await;
         self.end_stale_flows().await;
@@ -72,17 +74,13 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    /// Lets the kernel's settings follow the configuration: only now, since packets to 127.0.0.0/8 may be routed only behind
-    /// the rules that guard it. What fails is tried again with the next look.
+    /// Lets the kernel's settings follow the configuration. What fails is tried again with the next look.
     async fn adjust(&mut self) {
         let Some(running) = &self.running else { return };
-        let localhost = running.plan.node(IpFamily::IPv4).is_some_and(|node| node.node_ports.localhost);
-        // A proxy listens there itself.
-        let route_localnet = localhost && self.state.mode != Some(Mode::Userspace);
         let config = running.plan.config();
         let ipvs =
             (self.state.mode == Some(Mode::Ipvs)).then_some(Ipvs { strict_arp: config.ipvs.strict_arp });
-        let settings = Settings { conntrack: config.conntrack, route_localnet, ipvs };
+        let settings = Settings { conntrack: config.conntrack, ipvs };
         if self.settings.as_ref() == Some(&settings) {
             return;
         }
@@ -269,6 +267,11 @@ impl<P: Platform> Engine<P> {
             self.adjust().await;
         }
         self.end_stale_flows().await;
+        if !self.state.localhost.is_empty()
+            && let Some(running) = &self.running
+        {
+            self.state.localhost = self.platform.serve_localhost(&running.plan, Some(&Changes::default()));
+        }
         self.count_dropped().await;
         if differences.is_empty() {
             self.state.drift.differs = false;

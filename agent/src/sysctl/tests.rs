@@ -22,7 +22,7 @@ const DEFAULTS: NodeConntrack = NodeConntrack {
 };
 
 fn asks(conntrack: &NodeConntrack) -> Settings {
-    Settings { conntrack: *conntrack, route_localnet: false, ipvs: None }
+    Settings { conntrack: *conntrack, ipvs: None }
 }
 
 const fn machine(cpus: u32) -> Machine {
@@ -30,7 +30,7 @@ const fn machine(cpus: u32) -> Machine {
 }
 
 /// What a kernel may have.
-const KERNEL: [(Setting, u32); 15] = [
+const KERNEL: [(Setting, u32); 14] = [
     (Setting::Max, 65_536),
     (Setting::HashSize, 16_384),
     (Setting::TcpEstablishedTimeout, 432_000),
@@ -38,7 +38,6 @@ const KERNEL: [(Setting, u32); 15] = [
     (Setting::TcpBeLiberal, 0),
     (Setting::UdpTimeout, 30),
     (Setting::UdpStreamTimeout, 120),
-    (Setting::RouteLocalnet, 0),
     (Setting::IpvsConntrack, 0),
     (Setting::IpvsConnReuseMode, 1),
     (Setting::IpvsExpireNodestConn, 0),
@@ -173,20 +172,6 @@ fn ct_10_values_are_written_and_read_back() {
     assert_eq!(reconcile(&DEFAULTS).written.len(), 1);
     assert_eq!(read(root.path())[&Setting::TcpBeLiberal], 0);
     assert_eq!(read(root.path())[&Setting::UdpTimeout], 10);
-}
-
-#[test]
-fn np_4_route_localnet_is_turned_off_by_whoever_turned_it_on() {
-    let root = root(&KERNEL);
-    let mut sysctls = Sysctls::new(root.path());
-    let mut localhost = |route_localnet| {
-        let _ = sysctls.reconcile(&Settings { route_localnet, ..asks(&NOTHING) }, machine(2));
-        read(root.path())[&Setting::RouteLocalnet]
-    };
-    assert_eq!([localhost(true), localhost(false)], [1, 0]);
-    // Somebody else needs it.
-    fs::write(root.path().join(Setting::RouteLocalnet.path()), "1").unwrap();
-    assert_eq!([localhost(true), localhost(false)], [1, 1]);
 }
 
 #[test]

@@ -16,7 +16,6 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
 use super::counters::Counters;
-use super::localhost::Localhost;
 use super::port::{ServicePort, Setting};
 use super::shared::{DRAIN, Limits, Shared};
 use super::steer::{self, Listeners, Steering, table};
@@ -42,7 +41,6 @@ pub struct Dataplane {
     shared: Arc<Shared>,
     families: BTreeMap<IpFamily, Family>,
     order: Vec<IpFamily>,
-    localhost: Localhost,
     found: BTreeMap<IpFamily, Repair>,
     watches: Watches,
 }
@@ -83,7 +81,6 @@ impl Dataplane {
         let shared = Arc::new(shared);
         Self {
             client,
-            localhost: Localhost::new(Arc::clone(&shared)),
             shared,
             families: families.iter().map(|family| (*family, Family::default())).collect(),
             order: families.to_vec(),
@@ -103,12 +100,6 @@ impl Dataplane {
     pub fn flow_endpoints(&self, id: &PortId) -> Vec<SocketAddr> {
         let served = self.families.get(&id.family).and_then(|family| family.ports.get(id));
         served.into_iter().flat_map(|served| &served.udp).map(|(_, listener)| listener.address).collect()
-    }
-
-    /// The endpoints that rest.
-    #[must_use]
-    pub fn resting(&self) -> Vec<String> {
-        self.shared.counters.resting()
     }
 
     /// Waits until somebody else has changed our tables; for ever where the kernel does not tell.
@@ -135,7 +126,6 @@ impl Dataplane {
                 Err(error) => errors.push(error),
             }
         }
-        self.localhost.follow(plan, changes);
         (synced, errors)
     }
 
@@ -267,18 +257,7 @@ impl Dataplane {
 
     /// Waits for connections that are open to end, for at most so long.
     pub async fn stop(&mut self, limit: Duration) {
-        let open = self.shared.open();
-        if open > 0 {
-            info!(open, "waiting for proxied connections to end");
-            self.shared.drain(limit).await;
-            warn_left(self.shared.open());
-        }
-    }
-}
-
-fn warn_left(open: usize) {
-    if open > 0 {
-        warn!(open, "proxied connections are broken off");
+        self.shared.drain(limit).await;
     }
 }
 
@@ -293,7 +272,6 @@ impl Drop for Dataplane {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
                 shared.drain(DRAIN).await;
-                warn_left(shared.open());
                 drop(families);
             });
         }

@@ -1,86 +1,108 @@
-//! NodePorts on loopback addresses, by a proxy instead of `route_localnet`.
+//! NodePorts on loopback addresses, by a proxy instead of `route_localnet`, in every mode.
 //!
-//! In: the plan. Out: a TCP listener at `127.0.0.1` (and `::1`, where the plan says so) for each NodePort. Works beside every mode: the
-//! rules of none lead packets here. UDP is left out, as in kube-proxy's own proxy of this kind (reference §6.18).
+//! In: the plan. Out: a TCP listener at `127.0.0.1` for each NodePort, where the plan asks for it. The rules of no mode take packets to
+//! loopback addresses. UDP and SCTP are left out, as in kube-proxy's own proxy of this kind (reference §6.18).
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::warn;
 
+use super::counters::Counters;
 use super::port::{ServicePort, Setting};
-use super::shared::Shared;
+use super::shared::{Limits, Shared};
 use super::tcp::{Listener, Whose};
 use crate::model::Protocol;
 use crate::plan::{Changes, Plan, PortId};
 
 /// The listeners on loopback addresses.
+#[derive(Debug)]
 pub struct Localhost {
     shared: Arc<Shared>,
     ports: BTreeMap<PortId, Open>,
     settings: BTreeMap<IpFamily, Arc<Setting>>,
 }
 
+#[derive(Debug)]
 struct Open {
     port: Arc<ServicePort>,
     number: u16,
-    /// None: the address is taken by somebody else.
-    listener: Option<Listener>,
+    /// Or why there is none, in words.
+    listener: Result<Listener, String>,
 }
 
 impl Localhost {
     /// Nothing is open yet.
     #[must_use]
-    pub fn new(shared: Arc<Shared>) -> Self {
+    pub fn new(counters: Counters) -> Self {
+        let shared = Arc::new(Shared::new(counters, Limits::of_process().localhost()));
         Self { shared, ports: BTreeMap::new(), settings: BTreeMap::new() }
     }
 
-    /// Follows the plan. What could not be opened is tried again each time.
-    pub fn follow(&mut self, plan: &Plan, changes: &Changes) {
-        for family in plan.families() {
-            let Some(node) = plan.node(*family) else { continue };
-            let setting = Arc::new(Setting::new(node, plan.config()));
-            let known = self.settings.insert(*family, Arc::clone(&setting));
-            let mut ids: Vec<PortId> =
-                changes.ports.iter().filter(|id| id.family == *family).cloned().collect();
-            if known.as_ref() == Some(&setting) {
-                let failed = self.ports.iter().filter(|(_, open)| open.listener.is_none());
-                ids.extend(failed.map(|(id, _)| id.clone()));
-            } else {
-                ids = plan.ports(*family).map(|(id, _)| id.clone()).collect();
-                ids.extend(self.ports.keys().filter(|id| id.family == *family).cloned());
+    /// Follows the plan: what has changed in it, or all of it. Returns what could not be opened, in words; that is tried again each time.
+    pub fn follow(&mut self, plan: &Plan, changes: Option<&Changes>) -> Vec<String> {
+        let settings = plan.families().iter().filter_map(|family| plan.node(*family));
+        let settings = settings.map(|node| (node.family, Arc::new(Setting::new(node, plan.config()))));
+        let settings: BTreeMap<IpFamily, Arc<Setting>> = settings.collect();
+        let known = std::mem::replace(&mut self.settings, settings);
+        let mut ids: Vec<PortId> = match changes.filter(|_| known == self.settings) {
+            Some(changes) => {
+                let failed = self.ports.iter().filter(|(_, open)| open.listener.is_err());
+                failed.map(|(id, _)| id).chain(&changes.ports).cloned().collect()
             }
-            for id in ids.iter().filter(|id| id.protocol == Protocol::Tcp) {
-                self.serve(id, plan, &setting);
+            None => {
+                let planned = plan.families().iter().flat_map(|family| plan.ports(*family));
+                planned.map(|(id, _)| id).chain(self.ports.keys()).cloned().collect()
             }
+        };
+        ids.retain(|id| id.protocol == Protocol::Tcp);
+        // What gives a port up goes first: it may have passed to another Service.
+        ids.sort_by_key(|id| plan.port(id).is_some());
+        for id in &ids {
+            self.serve(id, plan);
         }
+        self.ports.values().filter_map(|open| open.listener.as_ref().err().cloned()).collect()
     }
 
-    fn serve(&mut self, id: &PortId, plan: &Plan, setting: &Arc<Setting>) {
-        let planned = plan.port(id).filter(|_| setting.node.node_ports.localhost);
-        let Some((planned, number)) = planned.and_then(|plan| Some((plan, plan.node_port?))) else {
-            self.ports.remove(id);
+    fn serve(&mut self, id: &PortId, plan: &Plan) {
+        let planned = plan.port(id);
+        let setting = self.settings.get(&id.family).filter(|setting| setting.node.node_ports.localhost);
+        let wanted = planned.zip(setting).and_then(|(plan, setting)| Some((plan, plan.node_port?, setting)));
+        let Some((plan, number, setting)) = wanted else {
+            if let Some(open) = self.ports.remove(id)
+                && planned.is_none()
+            {
+                open.port.counters.forget();
+            }
             return;
         };
-        if let Some(open) = self.ports.get(id).filter(|open| open.number == number && open.listener.is_some())
-        {
-            open.port.update(Arc::clone(planned), Arc::clone(setting));
+        if let Some(open) = self.ports.get(id).filter(|open| open.number == number && open.listener.is_ok()) {
+            open.port.update(Arc::clone(plan), Arc::clone(setting));
             return;
         }
-        let before = self.ports.remove(id);
-        let told = before.is_some_and(|open| open.listener.is_none());
+        let before = self.ports.remove(id).and_then(|open| open.listener.err());
         let counters = self.shared.counters.of(id);
-        let port = Arc::new(ServicePort::new(id.clone(), Arc::clone(planned), Arc::clone(setting), counters));
+        let port = Arc::new(ServicePort::new(id.clone(), Arc::clone(plan), Arc::clone(setting), counters));
         let address = SocketAddr::new(loopback(id.family), number);
         let listener = Listener::open(address, Whose::NodePort(Arc::clone(&port)), Arc::clone(&self.shared));
-        if let Err(error) = &listener
-            && !told
+        let listener = listener.map_err(|error| {
+            format!("{} is not served at {address}: {error}; stop what uses the port", id.text())
+        });
+        if let Err(problem) = &listener
+            && before.as_ref() != Some(problem)
         {
-            warn!(service = id.text(), %address, "the NodePort is not served there: {error}; stop what uses the port");
+            warn!("{problem}");
         }
-        self.ports.insert(id.clone(), Open { port, number, listener: listener.ok() });
+        self.ports.insert(id.clone(), Open { port, number, listener });
+    }
+
+    /// Takes no connections any more, and waits for those that are open to end, for at most so long.
+    pub async fn stop(&mut self, limit: Duration) {
+        self.ports.clear();
+        self.shared.drain(limit).await;
     }
 }
 

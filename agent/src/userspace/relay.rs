@@ -5,8 +5,8 @@
 //!
 //! A connection that is quiet holds no memory. One that is busy holds at most [`BUFFER`] bytes in each direction here, beside the
 //! kernel's socket buffers: nothing is read while the other side does not take what was read before, so a slow reader slows the sender
-//! down. After [`BULK`] bytes in one direction they go through a pipe and are not copied any more, where the kernel can do that and there
-//! are file descriptors for it.
+//! down. What comes in large amounts, for [`BULK`] bytes in one direction, goes through a pipe and is not copied any more, where the kernel
+//! can do that and there are file descriptors for it; until it comes in small ones again, which a pipe makes slower.
 
 use std::cell::RefCell;
 use std::io;
@@ -29,8 +29,8 @@ use tokio::time::{Instant, sleep_until};
 
 /// What is read at once.
 pub const BUFFER: usize = 16 << 10;
-/// After so many bytes in one direction a pipe is worth its two file descriptors.
-pub const BULK: u64 = 256 << 10;
+/// After so many bytes in one direction, read [`BUFFER`] at a time, a pipe is worth its two file descriptors.
+pub const BULK: usize = 256 << 10;
 /// What moves through a pipe at once: what a pipe holds, if nobody has changed that.
 const PIPE: usize = 64 << 10;
 
@@ -170,15 +170,17 @@ async fn pump(
     shared: &Shared<'_>,
     counter: &Counter,
 ) -> Result<(), Stopped> {
-    let mut total = 0;
+    let mut bulk = 0;
     let mut may_splice = true;
     loop {
-        if may_splice && total >= BULK {
-            may_splice = false;
-            if let Some(pipe) = Pipe::new()
-                && pipe.pump(from.as_ref(), to.as_ref(), shared, counter).await?
-            {
-                break;
+        if may_splice
+            && bulk >= BULK
+            && let Some(pipe) = Pipe::new()
+        {
+            match pipe.pump(from.as_ref(), to.as_ref(), shared, counter).await? {
+                Left::Finished => break,
+                Left::Unable => may_splice = false,
+                Left::Small => bulk = 0,
             }
         }
         let Passed { count, mut rest } =
@@ -192,9 +194,8 @@ async fn pump(
             rest.drain(..written);
             shared.touch();
         }
-        let count = u64::try_from(count).unwrap_or_default();
-        total += count;
-        counter.inc_by(count);
+        bulk = weigh(bulk, count);
+        counter.inc_by(u64::try_from(count).unwrap_or_default());
     }
     shared.touch();
     if shared.half_closed.swap(true, Ordering::Relaxed) {
@@ -207,6 +208,11 @@ async fn pump(
         Ok(()) | Err(Errno::ENOTCONN) => Ok(()),
         Err(errno) => Err(Stopped::Sink(errno.into())),
     }
+}
+
+/// How much has come in large amounts of late, after one more.
+fn weigh(bulk: usize, count: usize) -> usize {
+    if count < BUFFER { bulk.saturating_sub(BUFFER) } else { (bulk + count).min(BULK) }
 }
 
 /// What was read at once.
@@ -250,6 +256,16 @@ fn write(to: &WriteHalf<'_>, bytes: &[u8]) -> Result<usize, Stopped> {
     }
 }
 
+/// Why a pipe is left. It is empty then.
+enum Left {
+    /// The source has finished.
+    Finished,
+    /// The kernel cannot do this here.
+    Unable,
+    /// What comes is not worth it any more.
+    Small,
+}
+
 /// Where bytes wait in the kernel.
 struct Pipe {
     read: OwnedFd,
@@ -262,24 +278,25 @@ impl Pipe {
         Some(Self { read, write })
     }
 
-    /// Returns whether the source has finished; if not, the kernel cannot do this here, and nothing is left in the pipe.
     async fn pump(
         &self,
         from: &TcpStream,
         to: &TcpStream,
         shared: &Shared<'_>,
         counter: &Counter,
-    ) -> Result<bool, Stopped> {
+    ) -> Result<Left, Stopped> {
         let flags = SpliceFFlags::SPLICE_F_MOVE | SpliceFFlags::SPLICE_F_NONBLOCK;
-        loop {
+        let mut bulk = BULK;
+        while bulk > 0 {
             // The pipe is empty, so that "would block" is about the socket.
             let fill = || splice(from, None, &self.write, None, PIPE, flags).map_err(io::Error::from);
             let mut count = match from.async_io(Interest::READABLE, fill).await {
-                Ok(0) => return Ok(true),
+                Ok(0) => return Ok(Left::Finished),
                 Ok(count) => count,
-                Err(error) if unsupported(&error) => return Ok(false),
+                Err(error) if unsupported(&error) => return Ok(Left::Unable),
                 Err(error) => return Err(Stopped::Source(error)),
             };
+            bulk = weigh(bulk, count);
             counter.inc_by(u64::try_from(count).unwrap_or_default());
             while count > 0 {
                 let drain = || splice(&self.read, None, to, None, count, flags).map_err(io::Error::from);
@@ -291,6 +308,7 @@ impl Pipe {
                 shared.touch();
             }
         }
+        Ok(Left::Small)
     }
 }
 

@@ -72,6 +72,41 @@ async fn bulk_goes_through_a_pipe_unharmed_in_both_directions_at_once() {
     assert_eq!((bytes.to_endpoint.get(), bytes.to_client.get()), (size as u64, size as u64));
 }
 
+#[test]
+fn only_large_amounts_are_worth_a_pipe() {
+    let after = |start, amounts: &[usize]| amounts.iter().fold(start, |bulk, count| weigh(bulk, *count));
+    assert_eq!(after(0, &[128; 10_000]), 0);
+    assert_eq!(after(0, &[BUFFER; 16]), BULK);
+    // 64 KiB at a time, as network cards hand them over.
+    let mut arrivals = [BUFFER; 40];
+    (0..40).step_by(5).for_each(|index| arrivals[index] = 100);
+    assert_eq!(after(0, &arrivals), BULK);
+    assert_eq!(after(BULK, &[128; 16]), 0);
+    assert_eq!(after(BULK, &[64 << 10, 128, 64 << 10, 128]), BULK - BUFFER);
+}
+
+#[tokio::test]
+async fn what_is_large_and_small_by_turns_arrives_unharmed() {
+    let (mut client, mut server, task, bytes) = relayed(PATIENCE).await;
+    let (mut sent, mut got) = (0, vec![0; 2 << 20]);
+    for round in 0..3 {
+        for length in std::iter::once(2 << 20).chain([100 + round; 40]) {
+            let message = pattern(length);
+            let (written, read) =
+                tokio::join!(client.write_all(&message), server.read_exact(&mut got[..length]));
+            written.unwrap();
+            assert_eq!(read.unwrap(), length);
+            assert!(got[..length] == message);
+            sent += length as u64;
+        }
+    }
+    drop(client);
+    assert_eq!(server.read(&mut got).await.unwrap(), 0);
+    drop(server);
+    assert!(matches!(task.await.unwrap(), Ended::Well));
+    assert_eq!(bytes.to_endpoint.get(), sent);
+}
+
 #[tokio::test]
 async fn a_reader_that_does_not_read_stops_the_writer() {
     let (client, mut server, _task, bytes) = relayed(PATIENCE).await;

@@ -47,7 +47,13 @@ impl Limits {
     pub fn of(files: u64) -> Self {
         let files = files.saturating_sub(RESERVED);
         let fit = |number: u64| usize::try_from(number.clamp(1, MOST)).unwrap_or(1);
-        Self { connections: fit(files / FILES_PER_CONNECTION), flows: fit(files / 4) }
+        Self { connections: fit(files / FILES_PER_CONNECTION), flows: fit(files / 8) }
+    }
+
+    /// For NodePorts on localhost, beside the rest.
+    #[must_use]
+    pub fn localhost(self) -> Self {
+        Self { connections: (self.connections / 8).max(1), flows: 1 }
     }
 
     /// What fits into the files that this process may open, after asking for as many as it can get.
@@ -121,8 +127,14 @@ impl Shared {
     pub async fn drain(&self, limit: Duration) {
         let end = Instant::now() + limit;
         self.ends.send_replace(Some(end));
+        if self.open() > 0 {
+            info!(open = self.open(), "waiting for proxied connections to end");
+        }
         while self.open() > 0 && Instant::now() < end {
             tokio::time::sleep(LOOK).await;
+        }
+        if self.open() > 0 {
+            warn!(open = self.open(), "proxied connections are broken off");
         }
     }
 }
@@ -136,12 +148,13 @@ mod tests {
 
     #[test]
     fn limits_follow_the_files_that_may_be_open() {
-        assert_eq!(Limits::of(1024), Limits { connections: 64, flows: 128 });
+        assert_eq!(Limits::of(1024), Limits { connections: 64, flows: 64 });
         assert_eq!(Limits::of(100), Limits { connections: 1, flows: 1 });
         assert_eq!(Limits::of(u64::MAX), Limits { connections: 32_768, flows: 32_768 });
         for files in [2048, 65_536, 250_000] {
             let limits = Limits::of(files);
-            assert!((limits.connections * 6 + limits.flows + 512) as u64 <= files);
+            let localhost = limits.localhost().connections;
+            assert!(((limits.connections + localhost) * 6 + limits.flows + 512) as u64 <= files);
         }
     }
 

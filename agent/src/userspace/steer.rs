@@ -19,17 +19,18 @@ use ipnet::IpNet;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use crate::model::Protocol;
+use crate::nftables::node::{
+    self, LOCAL_SOURCES, NODE_PORT_IPS, at_node_ports, from_local_pod, frontend, mask,
+};
 use crate::nftables::ruleset::{
     Chain, ChainType, Columns, Element, Hook, Key, Operation, Origin, Rule, Ruleset, SCTP, Set, Statement,
     TCP, Table, Transaction, Tuple, Type, UDP, Value, drop, goto, jump, key, return_, set_priority,
 };
-use crate::plan::{Entrance, LocalTraffic, NodePlan, Plan, PortId, PortPlan, Target};
+use crate::plan::{Entrance, NodePlan, Plan, PortId, PortPlan, Target};
 
 const FRONTENDS: &str = "frontends";
 const POLICIES: &str = "policies";
 const SOURCES: &str = "sources";
-const NODE_PORT_IPS: &str = "nodeport-ips";
-const LOCAL_SOURCES: &str = "local-sources";
 const LISTENERS: &str = "listeners";
 const CLUSTER_IPS: &str = "cluster-ips";
 const CHECK_SOURCE: &str = "check-source";
@@ -260,16 +261,8 @@ impl Steering {
         for (set, element) in self.ports.values().flatten() {
             ruleset.add_element(*set, element.clone());
         }
-        for address in &self.node.node_ports.addresses {
-            ruleset.add_element(NODE_PORT_IPS, Element::new(Tuple::new().address(*address)));
-        }
-        if let LocalTraffic::Sources(nets) = &self.node.local_traffic {
-            // Blocks of one set must not overlap.
-            for net in IpNet::aggregate(nets) {
-                let tuple = |address: IpAddr| Tuple::new().address(address);
-                ruleset
-                    .add_element(LOCAL_SOURCES, Element::range(tuple(net.network()), tuple(net.broadcast())));
-            }
+        for (set, element) in node::elements(&self.node) {
+            ruleset.add_element(set, element);
         }
         if let Some(tcp) = self.tcp {
             ruleset.add_element(LISTENERS, listener(tcp, TCP));
@@ -330,17 +323,8 @@ impl Steering {
 
     /// Rules for packets to any kind of frontend.
     fn at_frontends(&self, rule: impl Fn(Key) -> Vec<Statement>) -> Vec<Vec<Statement>> {
-        let ports = &self.node.node_ports;
         let mut rules = vec![rule(frontend())];
-        let mut at_node = if ports.all {
-            let (net, loopback) = loopback(self.node.family);
-            vec![
-                Value::DestinationType.equals(Tuple::new().word(Value::LOCAL)),
-                Value::DestinationAddress.masked(net).differs(loopback),
-            ]
-        } else {
-            vec![key([Value::DestinationAddress]).in_set(NODE_PORT_IPS)]
-        };
+        let mut at_node = at_node_ports(&self.node);
         let zeros = Tuple::new().address(zeros(self.node.family));
         let address = Value::DestinationAddress.masked(zeros);
         at_node.extend(rule(key([address, Value::Protocol, Value::DestinationPort])));
@@ -353,12 +337,8 @@ impl Steering {
         let mut rules = Vec::new();
         for length in self.lengths.keys().rev() {
             let of_length = u32::from(*length) << LENGTH_SHIFT;
-            let mask =
-                IpNet::new(zeros(self.node.family), *length).map(|net| Tuple::new().address(net.netmask()));
-            let source = match mask {
-                Ok(mask) if mask != mask.highest() => Value::SourceAddress.masked(mask),
-                _ => Value::SourceAddress,
-            };
+            let mask = mask(self.node.family, *length);
+            let source = mask.map_or(Value::SourceAddress, |mask| Value::SourceAddress.masked(mask));
             rules.push(Rule::new([set_priority(Value::Priority.and_or(LIST, of_length))]));
             rules.push(Rule::new([key([Value::Priority, source]).in_set(SOURCES), reset(), return_()]));
         }
@@ -394,32 +374,8 @@ fn sets() -> Vec<Set> {
     ]
 }
 
-fn frontend() -> Key {
-    key([Value::DestinationAddress, Value::Protocol, Value::DestinationPort])
-}
-
 fn listener(at: SocketAddr, protocol: u8) -> Element {
     Element::new(Tuple::new().address(at.ip()).protocol(protocol).port(at.port()))
-}
-
-fn from_local_pod(node: &NodePlan) -> Option<Statement> {
-    match &node.local_traffic {
-        LocalTraffic::Unknown => None,
-        LocalTraffic::Sources(_) => Some(key([Value::SourceAddress]).in_set(LOCAL_SOURCES)),
-        LocalTraffic::Interface(name) => Some(Value::InputInterface.equals(Tuple::interface(name))),
-        LocalTraffic::InterfacePrefix(prefix) => {
-            Some(Value::InputInterface.equals(Tuple::interface_prefix(prefix)))
-        }
-    }
-}
-
-/// The mask of loopback addresses, and what it leaves of one.
-fn loopback(family: IpFamily) -> (Tuple, Tuple) {
-    let tuple = |address: IpAddr| Tuple::new().address(address);
-    match family {
-        IpFamily::IPv4 => (tuple([255, 0, 0, 0].into()), tuple([127, 0, 0, 0].into())),
-        IpFamily::IPv6 => (tuple([0xffff_u16; 8].into()), tuple(Ipv6Addr::LOCALHOST.into())),
-    }
 }
 
 fn zeros(family: IpFamily) -> IpAddr {

@@ -164,7 +164,7 @@ fn ct_10_np_4_settings_and_families_follow_the_configuration_live() {
         running.configure(&config);
         assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_udp_timeout"), "18\n");
         assert_eq!(sysctl(&lab, "netfilter/nf_conntrack_tcp_be_liberal"), "1\n");
-        assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "1\n");
+        assert_eq!(sysctl(&lab, "ipv4/conf/all/route_localnet"), "0\n");
         let saved = |lab: &Lab, tool: &str| lab.node(&format!("{tool}-{flavour}-save"));
         assert!(!saved(&lab, "iptables").contains("INVALID"), "the switch follows live (k/k#117924)");
         assert!(matches!(lab.tcp("node", localhost), Answer::From(..)));

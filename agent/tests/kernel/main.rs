@@ -7,10 +7,12 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod attack;
 mod drift;
 mod engine;
 mod health;
 mod invalid;
+mod killed;
 mod lifecycle;
 mod localhost;
 mod nftables;

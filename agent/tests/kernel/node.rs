@@ -1,21 +1,16 @@
-//! What concerns the whole node: flows of Services that are gone, NodePorts on localhost, health check ports.
+//! What concerns the whole node: flows of Services that are gone, health check ports.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, UdpSocket};
-use std::path::Path;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pointsman_agent::conntrack::{self, Reconciler};
-use pointsman_agent::sysctl::{Machine, Settings, Sysctls};
-use pointsman_crds::node_config::NodeConntrack;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::NodePortAddress;
 
 use crate::lifecycle::{BOTH, loaded};
 use crate::support::lab::{Lab, address};
 use crate::support::traffic::Answer;
-use crate::support::world::{World, config};
+use crate::support::world::World;
 
 #[test]
 fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
@@ -64,74 +59,6 @@ fn ct_6_a_udp_service_that_was_deleted_while_no_agent_ran_loses_its_flows() {
         });
         assert_eq!(deleted, 1);
         assert!(!ask());
-    }
-}
-
-// ids: NP-4 NP-5
-#[test]
-fn np_4_5_6_localhost_is_switched_live_and_its_guard_is_looked_after() {
-    for flavour in BOTH {
-        let Some(lab) = Lab::new() else { return };
-        let mut world = loaded(&lab, flavour);
-        world.settle();
-        let localhost = (crate::support::lab::ip("127.0.0.1"), 30080);
-        let sysctls = Arc::new(Mutex::new(Sysctls::new(Path::new("/proc/sys"))));
-        // As the sync loop does, after each write that succeeded.
-        let adjust = |world: &World| {
-            let route_localnet = world.plan.node(IpFamily::IPv4).unwrap().node_ports.localhost;
-            let nothing = NodeConntrack {
-                max_per_core: 0,
-                min: 0,
-                tcp_be_liberal: false,
-                tcp_established_timeout_seconds: 0,
-                tcp_close_wait_timeout_seconds: 0,
-                udp_timeout_seconds: 0,
-                udp_stream_timeout_seconds: 0,
-            };
-            let sysctls = Arc::clone(&sysctls);
-            let settings = Settings { conntrack: nothing, route_localnet, ipvs: None };
-            lab.run("node", move || {
-                assert_eq!(
-                    sysctls.lock().unwrap().reconcile(&settings, Machine { cpus: 2, kernel: (6, 1) }).failed,
-                    []
-                );
-                std::fs::read_to_string("/proc/sys/net/ipv4/conf/all/route_localnet").unwrap()
-            })
-        };
-        let mut on = config();
-        on.iptables.localhost_node_ports = true;
-        on.node_port_addresses = vec![NodePortAddress("all".into())];
-        world.configure(on);
-        world.settle();
-        assert_eq!(adjust(&world), "1\n");
-        assert!(matches!(lab.tcp("node", localhost), Answer::From(..)));
-        for (done, expected) in [
-            (format!("iptables-{flavour} -F KUBE-FIREWALL"), "missing: ! -s 127.0.0.0/8"),
-            (
-                format!("iptables-{flavour} -D INPUT -j KUBE-FIREWALL"),
-                "chain INPUT: missing: -j KUBE-FIREWALL",
-            ),
-        ] {
-            lab.node(&done);
-            let found = world.differences();
-            assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
-            world.repair();
-        }
-        // kubelet has the same chain; a restart adds nothing to it.
-        let rules =
-            |lab: &Lab| lab.node(&format!("iptables-{flavour}-save")).matches("KUBE-FIREWALL").count();
-        let before = rules(&lab);
-        let mut config = world.plan.config().clone();
-        let mut again = loaded(&lab, flavour);
-        again.configure(config.clone());
-        assert_eq!(again.settle().written.values().sum::<usize>(), 0);
-        assert_eq!(rules(&lab), before);
-        config.iptables.localhost_node_ports = false;
-        world.configure(config);
-        world.settle();
-        assert_eq!(adjust(&world), "0\n");
-        assert_eq!(lab.tcp("node", localhost), Answer::Refused);
-        assert!(matches!(lab.tcp("client", (address("node", false), 30080)), Answer::From(..)));
     }
 }
 

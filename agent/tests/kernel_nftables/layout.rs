@@ -33,10 +33,8 @@ fn configs() -> Vec<NodeProxyConfiguration> {
         let mut config = NodeProxyConfiguration { detect_local, ..config.clone() };
         config.masquerade.all = number == 1;
         config.nftables.counters = number != 0;
-        config.iptables.localhost_node_ports = number >= 2;
         config.conntrack.tcp_be_liberal = number == 3;
-        let addresses: &[&str] =
-            [&["primary"][..], &["all"], &["all", "localhost"], &["primary", "localhost"]][number];
+        let addresses: &[&str] = [&["primary"][..], &["all"], &["all"], &["primary"]][number];
         config.node_port_addresses = addresses.iter().map(|word| NodePortAddress((*word).into())).collect();
         all.push(config);
     }

@@ -34,9 +34,6 @@ pub fn play(lab: &Lab, mut world: World, scenario: &Scenario, mode: Mode) -> Vec
         for change in &step.changes {
             world.apply(change.clone());
         }
-        if step.config.iptables.localhost_node_ports {
-            lab.run(NODE, || std::fs::write("/proc/sys/net/ipv4/conf/all/route_localnet", "1").unwrap());
-        }
         world.configure(step.config.clone());
         let mut say = |what: String| wrong.push(format!("{}: {what}", step.what));
         let (_, errors) = world.try_sync();
@@ -124,15 +121,11 @@ fn try_all(lab: &Lab, cases: &[Case], mode: Mode) -> Vec<String> {
     wrong
 }
 
-/// A proxy passes TCP and UDP on. It listens at localhost itself, but there somebody else has the port already:
-/// [`answer_where_nobody_should`].
+/// A proxy passes TCP and UDP on.
 fn expected(case: &Case, mode: Mode) -> &Expected {
     match case.expected(mode) {
         Expected::Reach { .. } if mode == Mode::Userspace && case.protocol == Protocol::Sctp => {
             &Expected::Refused
-        }
-        Expected::Reach { .. } if mode == Mode::Userspace && case.to.ip().is_loopback() => {
-            &Expected::Untouched
         }
         other => other,
     }

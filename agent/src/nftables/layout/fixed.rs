@@ -3,17 +3,18 @@
 //! In: the [`NodePlan`]. Out: declarations, chains and a few elements.
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv6Addr};
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::word::{CHOICE, GROUP, Kind, LENGTH_SHIFT, LIST, LOCAL};
+use crate::nftables::node::{
+    self, LOCAL_SOURCES, NODE_PORT_IPS, at_node_ports, from_local_pod, frontend, mask, ranges,
+};
 use crate::nftables::ruleset::{
     Chain, ChainType, Columns, Element, Hook, Key, Rule, Rules, Set, Statement, Table, Tuple, Type, Value,
     Verdict, drop, goto, jump, key, return_, set_mark, set_priority,
 };
-use crate::plan::{LocalTraffic, NodePlan};
+use crate::plan::NodePlan;
 
 pub(super) const FRONTENDS: &str = "frontends";
 pub(super) const NODE_PORTS: &str = "nodeports";
@@ -26,9 +27,7 @@ pub(super) const AFFINITY: &str = "affinity";
 pub(super) const RESTRICTED: &str = "restricted";
 pub(super) const SOURCES: &str = "sources";
 pub(super) const CLUSTER_IPS: &str = "cluster-ips";
-pub(super) const NODE_PORT_IPS: &str = "nodeport-ips";
 pub(super) const HAIRPIN: &str = "hairpin";
-pub(super) const LOCAL_SOURCES: &str = "local-sources";
 pub(super) const SERVICE_CIDRS: &str = "service-cidrs";
 /// What packets to frontends are counted by, if they are.
 pub(super) const FRONTEND_TRAFFIC: &str = "frontend-traffic";
@@ -91,23 +90,8 @@ pub(super) fn sets(counters: bool) -> Vec<Set> {
 
 /// The elements that come from the node.
 pub(super) fn elements(node: &NodePlan) -> Vec<(&'static str, Element)> {
-    let ranges = |nets: &[IpNet]| -> Vec<Element> {
-        let tuple = |address: IpAddr| Tuple::new().address(address);
-        // Blocks of one set must not overlap.
-        let nets = IpNet::aggregate(&nets.to_vec()).into_iter();
-        nets.map(|net| Element::range(tuple(net.network()), tuple(net.broadcast()))).collect()
-    };
-    let sources = match &node.local_traffic {
-        LocalTraffic::Sources(nets) => ranges(nets),
-        _ => Vec::new(),
-    };
-    let addresses = node.node_ports.addresses.iter();
-    let addresses = addresses.map(|address| Element::new(Tuple::new().address(*address)));
-    addresses
-        .map(|element| (NODE_PORT_IPS, element))
-        .chain(sources.into_iter().map(|element| (LOCAL_SOURCES, element)))
-        .chain(ranges(&node.service_cidrs).into_iter().map(|element| (SERVICE_CIDRS, element)))
-        .collect()
+    let cidrs = ranges(&node.service_cidrs).into_iter().map(|element| (SERVICE_CIDRS, element));
+    node::elements(node).into_iter().chain(cidrs).collect()
 }
 
 /// All chains but [`check_source_list`] and those of classes. Packets that carry one of the bits of `accepted` are
@@ -119,22 +103,6 @@ pub(super) fn chains(node: &NodePlan, accepted: u32) -> Vec<Rules> {
     chains
 }
 
-/// Matches packets of local pods. (Packets of the node itself have no interface, and match none.)
-fn from_local_pod(node: &NodePlan) -> Option<Statement> {
-    match &node.local_traffic {
-        LocalTraffic::Unknown => None,
-        LocalTraffic::Sources(_) => Some(key([Value::SourceAddress]).in_set(LOCAL_SOURCES)),
-        LocalTraffic::Interface(name) => Some(Value::InputInterface.equals(Tuple::interface(name))),
-        LocalTraffic::InterfacePrefix(prefix) => {
-            Some(Value::InputInterface.equals(Tuple::interface_prefix(prefix)))
-        }
-    }
-}
-
-fn frontend() -> Key {
-    key([Value::DestinationAddress, Value::Protocol, Value::DestinationPort])
-}
-
 /// Sets the word to the group that it names, with its class; ends the rule if that has no endpoints.
 fn to_group(mask: u32) -> Statement {
     set_priority(key([Value::Priority.and(mask)]).map(GROUPS))
@@ -143,10 +111,9 @@ fn to_group(mask: u32) -> Statement {
 /// The rules by which a packet to a frontend of any kind goes on to `chain`.
 fn at_frontends(node: &NodePlan, chain: &'static str) -> Vec<Vec<Statement>> {
     let mut rules = vec![vec![set_priority(frontend().map(FRONTENDS)), goto(chain)]];
-    for mut rule in at_node(node) {
-        rule.extend([set_priority(node_port().map(NODE_PORTS)), goto(chain)]);
-        rules.push(rule);
-    }
+    let mut rule = at_node_ports(node);
+    rule.extend([set_priority(node_port().map(NODE_PORTS)), goto(chain)]);
+    rules.push(rule);
     rules
 }
 
@@ -154,29 +121,11 @@ fn node_port() -> Key {
     key([Value::Protocol, Value::DestinationPort])
 }
 
-/// The ways to match packets to addresses that answer on NodePorts.
-fn at_node(node: &NodePlan) -> Vec<Vec<Statement>> {
-    let local = || Value::DestinationType.equals(Tuple::new().word(Value::LOCAL));
-    let loopback = loopback(node.family);
-    match (node.node_ports.all, node.node_ports.localhost) {
-        (true, true) => vec![vec![local()]],
-        (true, false) => vec![vec![local(), outside(&loopback, Value::DestinationAddress)]],
-        (false, localhost) => {
-            let listed = vec![key([Value::DestinationAddress]).in_set(NODE_PORT_IPS)];
-            let loopback = vec![inside(&loopback, Value::DestinationAddress), local()];
-            std::iter::once(listed).chain(localhost.then_some(loopback)).collect()
-        }
-    }
-}
-
 /// Counts every packet that clients send: before it is translated, while it has the address of a frontend.
 fn count(node: &NodePlan) -> Rules {
-    let mut rules = vec![vec![frontend().in_set(FRONTEND_TRAFFIC), return_()]];
-    for mut rule in at_node(node) {
-        rule.push(node_port().in_set(NODE_PORT_TRAFFIC));
-        rules.push(rule);
-    }
-    chain("count", rules)
+    let mut rule = at_node_ports(node);
+    rule.push(node_port().in_set(NODE_PORT_TRAFFIC));
+    chain("count", vec![vec![frontend().in_set(FRONTEND_TRAFFIC), return_()], rule])
 }
 
 fn services(node: &NodePlan) -> Vec<Rules> {
@@ -256,21 +205,6 @@ fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
             set_priority(Value::Constant(Tuple::new().word(0))),
         ]
     };
-    let mut input = vec![new("unserved")];
-    if node.node_ports.localhost {
-        // Packets from elsewhere to loopback addresses are routed then; they were meant for nobody.
-        let loopback = loopback(node.family);
-        input.insert(
-            0,
-            vec![
-                Value::CtState.has(Value::CT_NEW),
-                Value::CtStatus.and(Value::CT_DNAT).equals(Tuple::new().word(0)),
-                Value::InputInterface.differs(Tuple::interface("lo")),
-                inside(&loopback, Value::DestinationAddress),
-                drop(),
-            ],
-        );
-    }
     let mut forward = Vec::new();
     if node.drop_invalid {
         forward.push(vec![Value::CtState.has(Value::CT_INVALID), drop()]);
@@ -309,7 +243,7 @@ fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
         filter("filter-output-early", Hook::Output, BEFORE_NAT, early),
         nat("nat-prerouting", Hook::Prerouting, NAT, vec![vec![jump("services")]]),
         nat("nat-output", Hook::Output, NAT, vec![vec![jump("services")]]),
-        filter("filter-input", Hook::Input, FILTER, input),
+        filter("filter-input", Hook::Input, FILTER, vec![new("unserved")]),
         filter("filter-forward", Hook::Forward, FILTER, forward),
         filter("filter-output", Hook::Output, FILTER, vec![reset(), new("unserved")]),
         nat(POSTROUTING, Hook::Postrouting, SOURCE_NAT, postrouting),
@@ -331,47 +265,6 @@ pub(super) fn check_source_list(family: IpFamily, lengths: &BTreeSet<u8>) -> Rul
     }
     rules.push(vec![drop()]);
     chain(CHECK_SOURCE_LIST, rules)
-}
-
-/// The mask of a prefix, unless it covers the whole address.
-fn mask(family: IpFamily, length: u8) -> Option<Tuple> {
-    let mask: IpAddr = match family {
-        IpFamily::IPv4 => Ipv4Net::new([0; 4].into(), length).ok()?.netmask().into(),
-        IpFamily::IPv6 => Ipv6Net::new(Ipv6Addr::UNSPECIFIED, length).ok()?.netmask().into(),
-    };
-    let whole = match family {
-        IpFamily::IPv4 => 32,
-        IpFamily::IPv6 => 128,
-    };
-    (length < whole).then(|| Tuple::new().address(mask))
-}
-
-/// Loopback addresses, with the mask of their prefix if it does not cover all of the address.
-struct Loopback {
-    prefix: Tuple,
-    mask: Option<Tuple>,
-}
-
-fn loopback(family: IpFamily) -> Loopback {
-    match family {
-        IpFamily::IPv4 => Loopback { prefix: Tuple::new().address([127, 0, 0, 0]), mask: mask(family, 8) },
-        IpFamily::IPv6 => Loopback { prefix: Tuple::new().address(Ipv6Addr::LOCALHOST), mask: None },
-    }
-}
-
-fn inside(block: &Loopback, address: Value) -> Statement {
-    masked(block, address).equals(block.prefix)
-}
-
-fn outside(block: &Loopback, address: Value) -> Statement {
-    masked(block, address).differs(block.prefix)
-}
-
-fn masked(block: &Loopback, address: Value) -> Value {
-    match block.mask {
-        Some(mask) => address.masked(mask),
-        None => address,
-    }
 }
 
 fn chain(name: &'static str, rules: Vec<Vec<Statement>>) -> Rules {

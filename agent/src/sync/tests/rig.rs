@@ -77,6 +77,10 @@ pub struct Script {
     pub needs_full: bool,
     /// The kernel does not take configurations with this bit.
     pub refused_bit: Option<u8>,
+    /// How often NodePorts on localhost were looked after: for all, or for so many Service ports.
+    pub localhost: Vec<Option<usize>>,
+    /// Those that somebody else has.
+    pub taken_ports: Vec<String>,
     /// What the next looks find counted.
     pub dropped: VecDeque<u64>,
 }
@@ -200,6 +204,18 @@ impl Platform for FakePlatform {
         script.settings_fail -= 1;
         vec!["nf_conntrack_max is 1, should be 2".to_owned()]
     }
+
+    fn serve_localhost(&mut self, _: &Plan, changes: Option<&Changes>) -> Vec<String> {
+        let mut script = self.0.lock().unwrap();
+        script.localhost.push(changes.map(|changes| changes.ports.len()));
+        script.taken_ports.clone()
+    }
+
+    fn resting(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    async fn stop(&mut self, _: Option<&mut Fake>) {}
 
     async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
         let mut script = self.0.lock().unwrap();
