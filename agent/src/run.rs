@@ -34,8 +34,8 @@ use crate::status::writer::Writer;
 use crate::sync::{self, Engine, Input, Outside};
 use crate::watch::{Watching, addresses};
 
-/// A write that is under way when the agent is stopped gets this long. The kubelet waits for ten seconds.
-const LAST_WRITE: Duration = Duration::from_secs(5);
+/// What is under way when the agent is stopped gets this long. The kubelet waits for thirty seconds.
+const LAST_WORK: Duration = Duration::from_secs(25);
 const TOOL_TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -186,10 +186,10 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     // First what feeds and reports, then the loop, which may be in the middle of a write.
     tasks.abort_all();
     let _ = stop.send(());
-    if timeout(LAST_WRITE, engine).await.is_err() {
+    if timeout(LAST_WORK, engine).await.is_err() {
         warn!(
             "a write to the kernel was still under way after {} s and is left to itself",
-            LAST_WRITE.as_secs()
+            LAST_WORK.as_secs()
         );
     }
     Ok(())

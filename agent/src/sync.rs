@@ -127,6 +127,12 @@ pub trait Platform: Send + 'static {
     /// Endpoints that get no new connections from the agent because they cannot be reached from here: Service port and address.
     fn resting(&self) -> Vec<String>;
 
+    /// Where traffic needs this process: a data plane that does without it, to be written before the agent ends.
+    fn stand_in(
+        &mut self,
+        dataplane: &Self::Dataplane,
+    ) -> impl Future<Output = Option<Self::Dataplane>> + Send;
+
     /// The agent is about to end, and the kernel stays as it is. What ends with the agent may be brought to an end in a few seconds.
     fn stop(&mut self, dataplane: Option<&mut Self::Dataplane>) -> impl Future<Output = ()> + Send;
 

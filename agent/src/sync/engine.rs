@@ -152,7 +152,7 @@ impl<P: Platform> Engine<P> {
         engine
     }
 
-    /// Runs until `stop` or until nobody can tell it anything any more. Leaves the kernel as it is.
+    /// Runs until `stop` or until nobody can tell it anything any more. Leaves the kernel as it is, or as it has to be without an agent.
     pub async fn run(mut self, mut inputs: mpsc::Receiver<Input>, mut stop: oneshot::Receiver<()>) {
         let mut batch = Vec::with_capacity(BATCH);
         loop {
@@ -163,8 +163,7 @@ impl<P: Platform> Engine<P> {
                 // Stopping comes first, then what is overdue; otherwise a busy cluster would keep the kernel waiting.
                 biased;
                 _ = &mut stop => {
-                    let dataplane = self.running.as_mut().map(|running| &mut running.dataplane);
-                    self.platform.stop(dataplane).await;
+                    self.stop().await;
                     return;
                 }
                 () = sleep_until(wake) => self.turn().await,

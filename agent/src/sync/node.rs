@@ -31,8 +31,8 @@ const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// Modes that this build can run.
 pub const MODES: [Mode; 3] = [Mode::Nftables, Mode::Iptables, Mode::Userspace];
-/// When the agent stops, proxied connections get this long to end. The kubelet waits for ten seconds.
-const LAST_CONNECTIONS: Duration = Duration::from_secs(4);
+/// When the agent stops, proxied connections get this long to end. The kubelet waits for thirty seconds.
+const LAST_CONNECTIONS: Duration = Duration::from_secs(20);
 
 /// The node that this process runs on.
 #[derive(Debug)]
@@ -199,6 +199,12 @@ impl Platform for Node {
 
     fn resting(&self) -> Vec<String> {
         self.counters.resting()
+    }
+
+    async fn stand_in(&mut self, dataplane: &Self::Dataplane) -> Option<Self::Dataplane> {
+        let Dataplane::Userspace(userspace) = dataplane else { return None };
+        let opened = nftables::Dataplane::open(userspace.families()).await;
+        opened.map(Dataplane::Nftables).inspect_err(|missing| warn!("{missing}")).ok()
     }
 
     async fn stop(&mut self, dataplane: Option<&mut Self::Dataplane>) {

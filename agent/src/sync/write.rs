@@ -310,6 +310,36 @@ impl<P: Platform> Engine<P> {
         }
     }
 
+    /// Brings to an end what ends with the agent. Where traffic needs it, the kernel takes over before.
+    pub(super) async fn stop(&mut self) {
+        if let Err(error) = self.hand_over().await {
+            warn!("the kernel cannot stand in, and connections are refused while no agent runs: {error}");
+        }
+        let dataplane = self.running.as_mut().map(|running| &mut running.dataplane);
+        self.platform.stop(dataplane).await;
+    }
+
+    async fn hand_over(&mut self) -> Result<(), SyncError> {
+        let Some(running) = self.running.as_mut().filter(|_| self.state.verified) else { return Ok(()) };
+        let Some(mut stand_in) = self.platform.stand_in(&running.dataplane).await else { return Ok(()) };
+        let (_, errors) = stand_in.sync(&running.plan, &Changes::default()).await;
+        errors.into_iter().next().map_or(Ok(()), Err)?;
+        let differences = stand_in.verify(&running.plan, Reach::Everything).await?;
+        if !differences.is_empty() {
+            let family = self.state.family_order.first().copied().unwrap_or(IpFamily::IPv4);
+            let message = format!("read back, it differs: {}", show(&differences));
+            return Err(SyncError { family, failure: SyncFailure::SyncFailed, message });
+        }
+        self.platform.retire(&running.dataplane, &stand_in).await?;
+        info!("the kernel stands in while no agent runs");
+        let ports = running.plan.families().iter().flat_map(|family| running.plan.ports(*family));
+        let ports = ports.map(|(id, _)| id.clone()).collect();
+        let endpoints = |id: &PortId, port: &PortPlan| stand_in.flow_endpoints(id, port);
+        self.flows.follow(&running.plan, &self.model, &ports, endpoints);
+        self.end_stale_flows().await;
+        Ok(())
+    }
+
     /// Finds out whether the kernel could be written, without writing anything.
     pub(super) async fn probe(&mut self) -> bool {
         let Some(running) = self.running.as_mut() else { return false };

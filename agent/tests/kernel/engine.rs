@@ -264,6 +264,61 @@ fn syn_16_through_userspace_and_back_no_connection_is_lost_and_streams_go_on() {
 }
 
 #[test]
+fn syn_16_a_new_agent_in_mode_userspace_costs_no_connection_and_the_kernel_stands_in_meanwhile() {
+    let Some(lab) = Lab::new() else { return };
+    let mut config = settings(Flavour::Nft);
+    config.mode = Mode::Userspace;
+    let running = Running::start(&lab);
+    let spec =
+        json!({"clusterIPs": ["172.30.0.53"], "ports": [{"name": "dns", "protocol": "UDP", "port": 53}]});
+    let dns = |running: &Running| {
+        running.change(Change::ServiceApplied(Box::new(service("dns", &spec))));
+        running.change(Change::SliceApplied(Box::new(slice("dns", FAMILIES[0], &["a"]))));
+    };
+    dns(&running);
+    running.configure(&config);
+    let asked = |socket: &UdpSocket| socket.send(b"?").is_ok() && socket.recv(&mut [0; 64]).is_ok();
+    let socket = lab.run("client", || {
+        let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+        socket.connect((ip("172.30.0.53"), 53)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        socket
+    });
+    // By now all changes are in the kernel.
+    let begun = Instant::now();
+    while !asked(&socket) {
+        assert!(begun.elapsed() < Duration::from_secs(10));
+    }
+    let traffic = Traffic::start(&lab);
+    let mut stream = lab.stream("client", cluster_ip());
+    std::thread::park_timeout(Duration::from_millis(300));
+    let last_words = std::thread::spawn(move || {
+        std::thread::park_timeout(Duration::from_secs(2));
+        stream.check()
+    });
+    let stopping = Instant::now();
+    drop(running);
+    let took = stopping.elapsed();
+    last_words.join().unwrap().expect("an open connection has time to end");
+    let tables = lab.node("nft list tables");
+    assert!(tables.contains("ip pointsman\n") && !tables.contains("pointsman-userspace"), "{tables}");
+    assert!(asked(&socket), "a flow from the same port goes by the kernel");
+    std::thread::park_timeout(Duration::from_millis(500));
+    let successor = Running::start(&lab);
+    dns(&successor);
+    successor.configure(&config);
+    let tables = lab.node("nft list tables");
+    assert!(!tables.contains("ip pointsman\n") && tables.contains("pointsman-userspace"), "{tables}");
+    let (count, failed) = traffic.stop();
+    eprintln!("{} of {count} connections failed; the agent took {took:?} to end", failed.len());
+    assert_eq!(failed, [], "of {count}");
+    assert!(
+        count > 100 && took > Duration::from_secs(1) && took < Duration::from_secs(15),
+        "{count} {took:?}"
+    );
+}
+
+#[test]
 fn syn_10_the_loop_repairs_our_table_within_a_second_and_a_successor_removes_what_is_not_its_own() {
     let Some(lab) = Lab::new() else { return };
     let mut config = settings(Flavour::Nft);

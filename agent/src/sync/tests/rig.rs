@@ -215,6 +215,10 @@ impl Platform for FakePlatform {
         Vec::new()
     }
 
+    async fn stand_in(&mut self, _: &Fake) -> Option<Fake> {
+        None
+    }
+
     async fn stop(&mut self, _: Option<&mut Fake>) {}
 
     async fn end_stale_flows(&mut self, job: &Job) -> Result<Report, String> {
