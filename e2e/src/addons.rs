@@ -63,6 +63,15 @@ pub async fn install_pointsman(cluster: &Cluster, values: &[&str]) -> Result<()>
     .await
 }
 
+/// Uninstalls Pointsman and waits until its pods are gone. Definitions, ProxyConfigurations and rules stay.
+pub async fn uninstall_pointsman(cluster: &Cluster) -> Result<()> {
+    let mut helm = command(artifacts::helm().await?, ["uninstall", "pointsman", "--namespace"]);
+    helm.args([POINTSMAN_NAMESPACE, "--wait"]).env("KUBECONFIG", cluster.kubeconfig());
+    output(&mut helm).await?;
+    let gone = ["wait", "pod", "--all", "--for=delete", "--namespace", POINTSMAN_NAMESPACE, "--timeout=60s"];
+    cluster.kubectl(&gone).await.map(drop)
+}
+
 /// `helm upgrade --install` of one of our charts, with `values` as arguments of `--set`.
 pub async fn upgrade(cluster: &Cluster, chart: &str, values: &[&str]) -> Result<()> {
     let path = repository().join("charts").join(chart);

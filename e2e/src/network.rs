@@ -127,12 +127,15 @@ fn fabric_settings() -> String {
         + "net/ipv6/conf/default/accept_dad=0\nnet/ipv4/ip_forward=0\nnet/ipv6/conf/all/forwarding=0\n"
 }
 
-/// Of a node: it routes for its pods, and service rules see what passes between pods on its bridge.
+/// Of a node: it routes for its pods, and service rules see what passes between pods on its bridge. Refusals are not held back:
+/// those of the kernel's default, one a second to each client, are what tests would wait for.
 const NODE_SETTINGS: &str = "net/ipv4/ip_forward=1
 net/ipv6/conf/all/forwarding=1
 net/ipv6/conf/default/accept_dad=0
 net/bridge/bridge-nf-call-iptables=1
 net/bridge/bridge-nf-call-ip6tables=1
+net/ipv4/icmp_ratelimit=0
+net/ipv6/icmp/ratelimit=0
 ";
 
 fn host_script(layout: &Layout) -> String {

@@ -83,7 +83,7 @@ impl Cluster {
         step("DNS ready", addons::install_coredns(&cluster)).await?;
         match cluster.proxy().clone() {
             Proxy::KubeProxy(mode) => {
-                step(&format!("kube-proxy in {mode} mode"), cluster.start_kube_proxies()).await?;
+                cluster.start_kube_proxies(&mode).await?;
             }
             Proxy::Pointsman => addons::install_pointsman(&cluster, &[]).await?,
             Proxy::None => {}
@@ -184,21 +184,23 @@ impl Cluster {
         .await
     }
 
-    /// Starts kube-proxy on every node and waits until it has synchronised.
-    async fn start_kube_proxies(&self) -> Result<()> {
-        let nodes = self.nodes();
-        try_join_all(nodes.iter().map(async |node| {
+    /// Starts kube-proxy in a mode on every node and waits until it has synchronised.
+    pub async fn start_kube_proxies(&self, mode: &str) -> Result<()> {
+        let mut cluster = self.clone();
+        cluster.record.proxy = Proxy::KubeProxy(mode.to_owned());
+        let nodes = cluster.nodes();
+        let all = try_join_all(nodes.iter().map(async |node| {
             let proxy = Component::KubeProxy(node.name().to_owned());
-            self.start(&proxy).await?;
-            let handle = self.node(node.name())?;
+            cluster.start(&proxy).await?;
+            let handle = cluster.node(node.name())?;
             let url = "http://127.0.0.1:10256/healthz";
-            self.wait_until(&[proxy], async || {
-                Ok(handle.exec(&["curl", "-sf", "--max-time", "2", url]).await.is_ok())
-            })
-            .await
-        }))
-        .await
-        .map(drop)
+            cluster
+                .wait_until(&[proxy], async || {
+                    Ok(handle.exec(&["curl", "-sf", "--max-time", "2", url]).await.is_ok())
+                })
+                .await
+        }));
+        step(&format!("kube-proxy in {mode} mode"), all).await.map(drop)
     }
 
     /// Waits until `condition` holds. An error if one of `components` ends meanwhile or patience does.

@@ -28,7 +28,7 @@ use pointsman_e2e::bench::lab::{API_ADDRESS, Lab, isolate};
 use pointsman_e2e::bench::objects::{NAMESPACE, PORT};
 use pointsman_e2e::bench::program::{Flavour, Kind, Mode, Program, Setup};
 use pointsman_e2e::bench::{configure, traffic};
-use pointsman_e2e::churn::{Change, Churn, STEADY, cluster_ip};
+use pointsman_e2e::churn::{Change, Churn, SERVICES, STEADY, cluster_ip};
 use pointsman_e2e::command::{command, output};
 use pointsman_e2e::network::in_netns;
 use pointsman_e2e::pointsman::eventually;
@@ -306,9 +306,19 @@ impl Test<'_> {
         line.map(str::to_owned).with_context(|| format!("there is no metric {name}"))
     }
 
-    /// Chains and rules in the node's kernel, of all tables of both families.
+    /// Chains and rules in the node's kernel, of all tables of both families; in mode nftables, whatever our tables hold.
     async fn rules(&self) -> Result<Vec<String>> {
         let mut rules = Vec::new();
+        if self.setup.mode == Mode::Nftables {
+            for family in ["ip", "ip6"] {
+                let list = ["-s", "-n", "list", "table", family, "pointsman"];
+                let text = output(in_netns(&self.lab.node(), "nft").args(list)).await?;
+                rules.extend(listed(&text).into_iter().map(|line| format!("{family}: {line}")));
+            }
+            ensure!(rules.len() > SERVICES, "that is no table: {rules:#?}");
+            rules.sort();
+            return Ok(rules);
+        }
         for tool in ["iptables-nft-save", "ip6tables-nft-save"] {
             let text = output(&mut in_netns(&self.lab.node(), tool)).await?;
             rules.extend(text.lines().filter_map(comparable).map(|line| format!("{tool}: {line}")));
@@ -316,6 +326,31 @@ impl Test<'_> {
         rules.sort();
         Ok(rules)
     }
+}
+
+/// The lines of a table, and each element of a set or a map with its name. What packets have added is left out.
+fn listed(table: &str) -> Vec<String> {
+    let (mut lines, mut set) = (Vec::new(), "");
+    let mut in_elements = false;
+    for line in table.lines().map(str::trim) {
+        let is_set = |kind: &&str| line.starts_with(*kind) && line.ends_with('{');
+        if let Some(kind) = ["set ", "map "].iter().find(|kind| is_set(kind)) {
+            set = line[kind.len()..].trim_end_matches([' ', '{']);
+        }
+        let begins = line.starts_with("elements = {");
+        if !in_elements && !begins {
+            lines.push(line.to_owned());
+            continue;
+        }
+        let elements = line.trim_start_matches("elements = {").trim_end_matches('}');
+        let ours = elements
+            .split(", ")
+            .map(|one| one.trim().trim_end_matches(','))
+            .filter(|one| !one.is_empty() && !one.contains(" expires "));
+        lines.extend(ours.map(|one| format!("{set}: {one}")));
+        in_elements = !line.ends_with('}');
+    }
+    lines
 }
 
 /// A chain or a rule as it is whatever happened before. The trees are not: a block that was split stays so for a while
