@@ -8,6 +8,7 @@ mod support;
 
 mod client;
 mod device;
+mod probe;
 mod takeover;
 
 use std::thread;
