@@ -13,6 +13,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 use crate::isolated;
 use crate::support::lab::{Lab, address, ip, shell};
+use crate::support::needs_ipvs;
 use crate::support::traffic::Answer;
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
@@ -140,6 +141,7 @@ fn what_kube_proxy_has_bound_becomes_routes() {
 /// Both families, from outside, from a pod and from the node itself, which is seen with its own address.
 #[test]
 fn packets_reach_virtual_servers_by_routes_alone() {
+    needs_ipvs();
     let lab = Lab::new().unwrap();
     let vips = ["172.30.0.80", "fd00:30::80"].map(ip);
     let node = [false, true].map(|v6| address("node", v6));

@@ -19,6 +19,7 @@ use support::lab::shell;
 
 /// Runs this in a new network namespace that ends with its thread, even if the test is killed.
 fn isolated(test: impl FnOnce() + Send + 'static) {
+    support::needs_ipvs();
     let inside = move || {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         // Without any address the kernel takes all others for broadcasts, and refuses them as real servers.

@@ -11,6 +11,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 
 use crate::support::lab::{Lab, address, ip};
+use crate::support::needs_ipvs;
 use crate::support::traffic::Answer;
 use crate::support::world::block_on;
 
@@ -40,6 +41,7 @@ fn installed(lab: &Lab) -> Vec<Key> {
 
 #[test]
 fn ipvs_kube_proxys_virtual_servers_go_once_no_connection_runs_through_them() {
+    needs_ipvs();
     let lab = Lab::new().unwrap();
     let vip = ip("172.30.0.80");
     let node = address("node", false);
