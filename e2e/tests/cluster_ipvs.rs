@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_mins(2);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_checks_are_fair_to_kube_proxy() {
-    on_cluster("test-ipvs-peer", Proxy::KubeProxy("ipvs".into()), check_all).await;
+    on_cluster("test-ipvs-peer", Proxy::KubeProxy("ipvs".into()), check_all).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -45,11 +45,12 @@ async fn pointsman_serves_in_mode_ipvs() {
         ensure!(servers.contains("SCTP") && servers.contains("UDP"), "{servers}");
         Ok(())
     })
-    .await;
+    .await
+    .unwrap();
 }
 
 /// Runs `check` on a cluster of one node in namespaces and one in a virtual machine.
-async fn on_cluster(name: &str, proxy: Proxy, check: impl AsyncFnOnce(&Cluster) -> Result<()>) {
+async fn on_cluster(name: &str, proxy: Proxy, check: impl AsyncFnOnce(&Cluster) -> Result<()>) -> Result<()> {
     let options = Options { nodes: Some(1), ipvs_node: true, ..Options::new(name, proxy) };
     let outcome = async {
         let cluster = Cluster::up(&options).await?;
@@ -57,8 +58,8 @@ async fn on_cluster(name: &str, proxy: Proxy, check: impl AsyncFnOnce(&Cluster) 
     }
     .await;
     // Taken down before the verdict: a failed test leaves the machine as it was.
-    Cluster::down(name).await.expect("taking the cluster down");
-    outcome.unwrap_or_else(|error: anyhow::Error| panic!("{error:#}"));
+    Cluster::down(name).await?;
+    outcome
 }
 
 /// The configuration that puts nodes with IPVS into that mode.

@@ -13,7 +13,7 @@
 //! ports, so a client is refused at once instead of waiting.
 
 use std::fs::File;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -33,6 +33,9 @@ pub const NODE_PODS: &str = "10.224.1.0/24";
 /// The pods of all nodes.
 pub const PODS: &str = "10.224.0.0/14";
 
+/// A folder in memory that is gone with this process, and that user-mode-linux sees: it has a /run of its own.
+pub const TEMPORARY: &str = "/mnt";
+
 /// Refusals come at once, and a lost packet is not waited for longer than three seconds.
 const SETTINGS: &str = "net/ipv4/conf/all/rp_filter=0
 net/ipv4/conf/default/rp_filter=0
@@ -41,13 +44,17 @@ net/ipv6/conf/default/accept_dad=0
 ";
 const FORWARD: &str = "net/ipv4/ip_forward=1\nnet/ipv6/conf/all/forwarding=1\n";
 
-/// Gives this process a network and a /run of its own; `/run` is a file system in memory. Call it while there is only
-/// one thread.
+/// Gives this process a network and a /run and a /mnt of its own, which are file systems in memory. Call it while there is
+/// only one thread.
 pub fn isolate() -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).context("new namespaces: are you root?")?;
     let nothing = None::<&str>;
     mount(nothing, "/", nothing, MsFlags::MS_REC | MsFlags::MS_PRIVATE, nothing).context("private mounts")?;
-    mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), Some("mode=755")).context("mounting /run")
+    for folder in ["/run", TEMPORARY] {
+        mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755"))
+            .with_context(|| format!("mounting {folder}"))?;
+    }
+    Ok(())
 }
 
 /// A network namespace that is kept by an open file.
@@ -85,17 +92,26 @@ fn in_thread<T: Send + 'static>(what: impl FnOnce() -> Result<T> + Send + 'stati
 pub struct Lab {
     node: Namespace,
     ends: Namespace,
+    processor: Option<SocketAddr>,
 }
 
 impl Lab {
     /// Makes all of it, in the network that [`isolate`] has made.
     pub async fn new() -> Result<Self> {
-        let own = PathBuf::from("/proc/self/ns/net");
         ip(None, &format!("link set lo up\naddress add {API_ADDRESS}/32 dev lo\n")).await?;
-        set(&own, SETTINGS).await?;
+        Self::around_this(None).await
+    }
+
+    /// Makes all of it but the API server's address, in a kernel of its own, whose processor time is told at `processor`.
+    pub async fn in_machine(processor: SocketAddr) -> Result<Self> {
+        Self::around_this(Some(processor)).await
+    }
+
+    async fn around_this(processor: Option<SocketAddr>) -> Result<Self> {
+        set(Path::new("/proc/self/ns/net"), SETTINGS).await?;
         let ends = Namespace::new()?;
         set(&ends.path(), SETTINGS).await?;
-        let lab = Self { node: Namespace::new()?, ends };
+        let lab = Self { node: Namespace::new()?, ends, processor };
         lab.join().await?;
         Ok(lab)
     }
@@ -131,6 +147,12 @@ impl Lab {
         let back = "route add 10.96.0.0/16 via 10.224.1.1 src 10.224.1.2\nroute add 10.226.0.0/15 via 10.224.1.1 src 10.224.1.2\n\
                     route add 198.18.0.0/15 via 203.0.113.2\n";
         ip(None, back).await
+    }
+
+    /// Where the processor time of all this is told, if a cgroup does not count it well enough.
+    #[must_use]
+    pub fn processor(&self) -> Option<SocketAddr> {
+        self.processor
     }
 
     /// The node's namespace, for `nsenter`.

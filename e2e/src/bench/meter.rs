@@ -5,6 +5,8 @@
 //! process dies.
 
 use std::fs;
+use std::io::Read;
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -37,6 +39,7 @@ const SAMPLE: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct Meter {
     dirs: Vec<PathBuf>,
+    processor: Option<SocketAddr>,
     /// The most that the processes had allocated at once, in bytes. The sampling task ends when this is its alone.
     allocated: Arc<AtomicU64>,
     guard: Child,
@@ -44,8 +47,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Makes a cgroup that no other process has the name of.
-    pub fn new(name: &str) -> Result<Self> {
+    /// Makes a cgroup that no other process has the name of. Processor time is asked at `processor`, if given.
+    pub fn new(name: &str, processor: Option<SocketAddr>) -> Result<Self> {
         let cgroup = Cgroup::new(&format!("pointsman-bench-{}-{name}", std::process::id()))?;
         cgroup.create(&[])?;
         let dirs = cgroup.system_dirs();
@@ -56,7 +59,7 @@ impl Meter {
         let lifeline = guard.stdin.take();
         let allocated = Arc::new(AtomicU64::new(0));
         sample(&dirs, Arc::clone(&allocated));
-        Ok(Self { dirs, allocated, guard, lifeline })
+        Ok(Self { dirs, processor, allocated, guard, lifeline })
     }
 
     /// The files to write a process number to.
@@ -67,6 +70,12 @@ impl Meter {
 
     /// Processor time so far, of all processes that are or were in it.
     pub fn cpu(&self) -> Result<Duration> {
+        if let Some(processor) = self.processor {
+            let mut text = String::new();
+            let asked = TcpStream::connect(processor).and_then(|mut told| told.read_to_string(&mut text));
+            asked.context("asking for the processor time")?;
+            return text.trim().parse().map(Duration::from_nanos).context("the processor time");
+        }
         if let Some(text) = self.read("cpuacct.usage") {
             return text.trim().parse().map(Duration::from_nanos).context("reading cpuacct.usage");
         }

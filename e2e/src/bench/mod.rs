@@ -2,6 +2,7 @@
 //! [`userspace`], with [`load`].
 //!
 //! - [`objects`]: the Services; [`traffic`]: endpoints and a client that measures; [`lab`]: the network.
+//! - [`machine`]: all of it in a kernel that has IPVS.
 //! - [`program`]: how each is started; [`meter`]: what it uses; [`measure`]: what is done to it; [`report`]: the tables.
 //!
 //! In: [`Options`]. Out: a report in Markdown. A real API server holds the Services; it is filled once for each size, and
@@ -10,6 +11,7 @@
 
 pub mod lab;
 pub mod load;
+pub mod machine;
 pub mod measure;
 pub mod meter;
 pub mod objects;
@@ -94,8 +96,15 @@ pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
         // The pages of a binary are charged to who reads them first: that is us, not the program.
         let _ = fs::read(binary);
     }
-    let mut lab = Lab::new().await?;
-    traffic::serve(&lab)?;
+    let lab = if options.mode == Mode::Ipvs {
+        machine::prepare().await?;
+        None
+    } else {
+        let lab = Lab::new().await?;
+        traffic::serve(&lab)?;
+        Some(lab)
+    };
+    let mut lab = lab;
     for &size in &options.sizes {
         let data = dir.path().join(format!("etcd-{size}"));
         let server = filled_server(programs, size, &data).await?;
@@ -110,8 +119,13 @@ pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
         };
         let mut columns = Vec::new();
         for &kind in &options.kinds {
-            let run = Run::new(&setup, Writer::new(&server.client()), kind, size, options.effort);
-            let measured = step(&format!("{kind} at {size} Services"), run.measure(&mut lab)).await;
+            let measured = step(&format!("{kind} at {size} Services"), async {
+                let Some(lab) = &mut lab else {
+                    return machine::measure(&setup, kind, size, options.effort).await;
+                };
+                Run::new(&setup, Writer::new(&server.client()), kind, size, options.effort).measure(lab).await
+            })
+            .await;
             keep_logs(dir.path(), options.logs.as_deref())?;
             // What has been measured is worth the time that it took.
             columns.push((kind, measured.inspect_err(|_| println!("\n{}", report::table(size, &columns)))?));
@@ -227,7 +241,10 @@ async fn heading(options: &Options, programs: &Programs) -> Result<String> {
     let Effort { connects, changes, added, idle } = options.effort;
     let tools = match options.mode {
         Mode::Iptables => format!(", flavour {}", options.flavour.word()),
-        Mode::Nftables | Mode::Ipvs => String::new(),
+        Mode::Nftables => String::new(),
+        Mode::Ipvs => {
+            ", in user-mode-linux; processor time is that of the whole kernel and the client in it".to_owned()
+        }
     };
     if options.sizes.is_empty() || options.kinds.is_empty() {
         bail!("nothing to measure");
@@ -241,7 +258,7 @@ async fn heading(options: &Options, programs: &Programs) -> Result<String> {
         kubernetes = kubernetes.trim(),
         version = release::VERSION,
         profile = programs.profile,
-        idle = idle.0.as_secs(),
+        idle = idle.as_secs(),
     ))
 }
 

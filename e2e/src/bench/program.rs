@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
@@ -37,8 +38,17 @@ for file in $procs; do echo $$ >"$file" || exit 1; done
 exec "$@" </dev/null >>"$log" 2>&1
 "#;
 
+/// A command that becomes the words after it, in the cgroup of `meter`, and writes to `log`.
+#[must_use]
+pub fn measured(log: &Path, meter: &Meter) -> Command {
+    let procs: Vec<String> = meter.procs().iter().map(|path| path.display().to_string()).collect();
+    let mut sh = command("sh", ["-c", LAUNCH, "sh"]);
+    sh.arg(log).arg(procs.join(" "));
+    sh
+}
+
 /// What is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 pub enum Kind {
     /// kube-proxy of Kubernetes 1.37.
     KubeProxy,
@@ -162,7 +172,7 @@ impl Setup {
 
     /// Starts a program on the node. `name` is unique to this start; `state` is what the program finds on its disk.
     pub fn start(&self, lab: &Lab, kind: Kind, name: &str, state: &Path) -> Result<Program> {
-        let meter = Meter::new(name)?;
+        let meter = Meter::new(name, lab.processor())?;
         let log = self.dir.join(format!("{name}.log"));
         let path = std::env::var("PATH").unwrap_or_default();
         let mut sh = launch(lab, &meter, &log, self.words(kind, state)?);
@@ -193,6 +203,11 @@ impl Setup {
             (Mode::Nftables, _) => (true, false, false),
             (Mode::Ipvs, _) => (false, false, false),
         };
+        if self.mode == Mode::Ipvs {
+            let servers = output(in_netns(&node, "cat").arg("/proc/net/ip_vs")).await?;
+            let count = servers.lines().filter(|line| line.starts_with("TCP")).count();
+            ensure!(count > 0, "{kind} has made no virtual servers");
+        }
         ensure!(
             (nftables, nft, legacy) == expected,
             "{kind} does not run as told: its nftables table exists: {nftables}, chains of iptables-nft: {nft}, of \
@@ -205,10 +220,8 @@ impl Setup {
 /// A command that becomes a program on the node, measured and with a log.
 #[must_use]
 pub fn launch(lab: &Lab, meter: &Meter, log: &Path, words: Vec<String>) -> Command {
-    let procs: Vec<String> = meter.procs().iter().map(|path| path.display().to_string()).collect();
-    let mut sh = command("sh", ["-c", LAUNCH, "sh"]);
-    sh.arg(log).arg(procs.join(" ")).arg("nsenter").arg(format!("--net={}", lab.node().display()));
-    sh.arg("--").args(words).stdin(Stdio::null()).kill_on_drop(true);
+    let mut sh = measured(log, meter);
+    sh.arg("nsenter").arg(format!("--net={}", lab.node().display())).arg("--").args(words).stdin(Stdio::null()).kill_on_drop(true);
     sh
 }
 

@@ -5,10 +5,12 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::program::Kind;
 
 /// A number with its unit.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Value {
     /// A time.
     Time(Duration),
@@ -82,17 +84,17 @@ pub fn percentile(samples: &[Duration], percent: usize) -> Duration {
 }
 
 /// What was measured of one program at one size, in the order of the table.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Measured(Vec<(&'static str, Value)>);
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured(Vec<(String, Value)>);
 
 impl Measured {
     /// Adds a row.
-    pub fn add(&mut self, what: &'static str, value: Value) {
-        self.0.push((what, value));
+    pub fn add(&mut self, what: &str, value: Value) {
+        self.0.push((what.to_owned(), value));
     }
 
     /// Adds a row with a time.
-    pub fn time(&mut self, what: &'static str, time: Duration) {
+    pub fn time(&mut self, what: &str, time: Duration) {
         self.add(what, Value::Time(time));
     }
 

@@ -175,7 +175,7 @@ impl Proxy {
         if matches!(way, Way::HaProxy(_)) {
             output_with_input(in_netns(&lab.node(), "nft").args(["-f", "-"]), &rules()).await?;
         }
-        let (meter, log) = (Meter::new(name)?, dir.join(format!("{name}.log")));
+        let (meter, log) = (Meter::new(name, None)?, dir.join(format!("{name}.log")));
         let child = launch(lab, &meter, &log, words).spawn().with_context(|| format!("starting {way:?}"))?;
         let mut proxy = Self(Some((child, meter, log)));
         let begun = Instant::now();

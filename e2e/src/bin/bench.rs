@@ -7,19 +7,20 @@ use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use pointsman_e2e::bench::measure::Effort;
 use pointsman_e2e::bench::program::{Flavour, Kind, Mode};
-use pointsman_e2e::bench::{Options, Programs, lab, report, run, userspace};
+use pointsman_e2e::bench::{Options, Programs, lab, machine, report, run, userspace};
 use pointsman_e2e::stamp::repository;
-use tokio::runtime::Builder;
+use tokio::runtime::{Builder, Runtime};
 
 /// Measures kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services, and prints
 /// tables. Mode userspace is measured beside HAProxy, with one Service. Needs root; leaves nothing running.
 #[derive(Parser)]
 #[command(name = "hack/bench", bin_name = "hack/bench")]
 struct Arguments {
-    /// The mode of both programs
-    mode: Subject,
-    /// Numbers of Services, separated by commas
-    #[arg(long, value_delimiter = ',', default_value = "1000,5000,10000")]
+    /// The mode of both programs; ipvs is measured in user-mode-linux
+    #[arg(required_unless_present = "inside")]
+    mode: Option<Subject>,
+    /// Numbers of Services, separated by commas [default: 1000,5000,10000; in mode ipvs 1000,3000]
+    #[arg(long, value_delimiter = ',')]
     sizes: Vec<u32>,
     /// Measure this program only
     #[arg(long)]
@@ -36,6 +37,9 @@ struct Arguments {
     /// Keep the logs of both programs in this folder
     #[arg(long)]
     logs: Option<PathBuf>,
+    /// Measure what the order in this folder says: how a run in user-mode-linux is started
+    #[arg(long, hide = true)]
+    inside: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -57,16 +61,21 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &Arguments) -> Result<()> {
-    let mode = match arguments.mode {
+    if let Some(dir) = &arguments.inside {
+        return runtime()?.block_on(machine::inside(dir));
+    }
+    let mode = match arguments.mode.context("which mode?")? {
         Subject::Iptables => Mode::Iptables,
         Subject::Nftables => Mode::Nftables,
         Subject::Ipvs => Mode::Ipvs,
         Subject::Userspace => return measure_userspace(arguments),
     };
+    let sizes: &[u32] = if mode == Mode::Ipvs { &[1000, 3000] } else { &[1000, 5000, 10_000] };
     let options = Options {
         mode,
-        flavour: arguments.flavour,
-        sizes: arguments.sizes.clone(),
+        // All that user-mode-linux has.
+        flavour: if mode == Mode::Ipvs { Flavour::Legacy } else { arguments.flavour },
+        sizes: if arguments.sizes.is_empty() { sizes.to_vec() } else { arguments.sizes.clone() },
         kinds: arguments.only.map_or_else(|| vec![Kind::KubeProxy, Kind::Pointsman], |kind| vec![kind]),
         effort: if arguments.quick { Effort::QUICK } else { Effort::FULL },
         logs: arguments.logs()?,
@@ -97,9 +106,12 @@ fn alone<T>(
     drop(building);
     lab::isolate()?;
     // In memory, and gone with this process.
-    let _ = tempfile::env::override_temp_dir(Path::new("/run"));
-    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(measure(programs))
+    let _ = tempfile::env::override_temp_dir(Path::new(lab::TEMPORARY));
+    runtime()?.block_on(measure(programs))
+}
+
+fn runtime() -> std::io::Result<Runtime> {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build()
 }
 
 impl Arguments {
