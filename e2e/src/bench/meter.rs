@@ -34,6 +34,8 @@ for dir in "$@"; do rmdir "$dir" "${dir%/*}"; done 2>/dev/null
 
 /// How often is looked what the processes have allocated; the kernel keeps no high mark of that.
 const SAMPLE: Duration = Duration::from_millis(10);
+/// The same where looking is a part of what is measured.
+const SAMPLE_SELDOM: Duration = Duration::from_secs(1);
 
 /// A cgroup that is measured.
 #[derive(Debug)]
@@ -58,7 +60,8 @@ impl Meter {
         let mut guard = guard.process_group(0).spawn().context("starting the guard of a cgroup")?;
         let lifeline = guard.stdin.take();
         let allocated = Arc::new(AtomicU64::new(0));
-        sample(&dirs, Arc::clone(&allocated));
+        let pause = if processor.is_some() { SAMPLE_SELDOM } else { SAMPLE };
+        sample(&dirs, Arc::clone(&allocated), pause);
         Ok(Self { dirs, processor, allocated, guard, lifeline })
     }
 
@@ -113,14 +116,14 @@ fn read(dirs: &[PathBuf], file: &str) -> Option<String> {
     dirs.iter().find_map(|dir| fs::read_to_string(dir.join(file)).ok())
 }
 
-fn sample(dirs: &[PathBuf], highest: Arc<AtomicU64>) {
+fn sample(dirs: &[PathBuf], highest: Arc<AtomicU64>, pause: Duration) {
     let dirs = dirs.to_vec();
     tokio::spawn(async move {
         while Arc::strong_count(&highest) > 1 {
             if let Some(now) = read(&dirs, "memory.stat").as_deref().and_then(allocated) {
                 highest.fetch_max(now, Ordering::Relaxed);
             }
-            tokio::time::sleep(SAMPLE).await;
+            tokio::time::sleep(pause).await;
         }
     });
 }
