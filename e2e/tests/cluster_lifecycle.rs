@@ -68,9 +68,10 @@ async fn kill_components(name: &str) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_up_leaves_nothing_after_down() {
     let name = "test-killed";
-    for seconds in [1, 4] {
+    // With a virtual machine, which boots then.
+    for (seconds, more) in [(1, None), (4, None), (3, Some("--ipvs-node"))] {
         let mut up = Command::new(env!("CARGO_BIN_EXE_cluster"));
-        up.args(["up", "--name", name, "--nodes", "1", "--proxy", "none"]);
+        up.args(["up", "--name", name, "--nodes", "1", "--proxy", "none"]).args(more);
         let mut up = up.spawn().expect("hack/cluster up");
         while Record::load(name).expect("a readable record").is_none() {
             assert!(up.try_wait().expect("its status").is_none(), "up failed before it recorded the cluster");
