@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use futures::future::join_all;
 use k8s_openapi::api::core::v1::{Namespace, Pod, Service};
 use kube::Api;
 use kube::api::{DeleteParams, ListParams};
@@ -193,24 +194,27 @@ impl<'a> Workload<'a> {
         Ok(())
     }
 
-    /// A Service without endpoints refuses at once, rather than let the client wait.
+    /// A Service without endpoints refuses, rather than let the client wait. All at the same time: a TCP client over IPv6
+    /// hears of a refusal only when it sends its first packet again, a second later.
     async fn check_refusals(&self, report: &mut Report) -> Result<()> {
+        let mut cases = Vec::new();
         for (family, node_address) in self.cluster.nodes()[0].addresses().both().into_iter().enumerate() {
             for (scheme, _) in PORTS {
                 let cluster_ip = self.empty.at_cluster_ip(scheme, family)?;
                 let node_port = self.empty.at_node(scheme, node_address)?;
-                let asked = [
-                    (self.client_on("node1"), &cluster_ip),
-                    (Place::Node("node1".into()), &cluster_ip),
-                    (Place::Outside, &node_port),
-                ];
-                for (from, target) in asked {
-                    let outcome = eventually(PATIENCE, "refused", async || {
-                        refused(&self.cluster.probe(&from, target, 4).await?, scheme == "udp")
-                    });
-                    report.add(&format!("{from} to {target}: refused"), outcome.await);
-                }
+                cases.push((self.client_on("node1"), cluster_ip.clone(), scheme));
+                cases.push((Place::Node("node1".into()), cluster_ip, scheme));
+                cases.push((Place::Outside, node_port, scheme));
             }
+        }
+        let outcomes = join_all(cases.iter().map(async |(from, target, scheme)| {
+            eventually(PATIENCE, "refused", async || {
+                refused(&self.cluster.probe(from, target, 4).await?, *scheme == "udp")
+            })
+            .await
+        }));
+        for ((from, target, _), outcome) in cases.iter().zip(outcomes.await) {
+            report.add(&format!("{from} to {target}: refused"), outcome);
         }
         Ok(())
     }

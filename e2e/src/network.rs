@@ -127,8 +127,8 @@ fn fabric_settings() -> String {
         + "net/ipv6/conf/default/accept_dad=0\nnet/ipv4/ip_forward=0\nnet/ipv6/conf/all/forwarding=0\n"
 }
 
-/// Of a node: it routes for its pods, and service rules see what passes between pods on its bridge. Refusals are not held back:
-/// those of the kernel's default, one a second to each client, are what tests would wait for.
+/// Of a node: it routes for its pods, and service rules see what passes between pods on its bridge. It may refuse as often as
+/// it is asked; by default a client gets one answer a second.
 const NODE_SETTINGS: &str = "net/ipv4/ip_forward=1
 net/ipv6/conf/all/forwarding=1
 net/ipv6/conf/default/accept_dad=0

@@ -61,6 +61,8 @@ pub struct Summary {
     pub errors: BTreeMap<String, u32>,
     /// The longest time without an answer.
     pub longest_gap_ms: u64,
+    /// When the first request that failed was sent.
+    pub first_failure: Option<String>,
 }
 
 impl Summary {

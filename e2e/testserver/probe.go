@@ -26,6 +26,9 @@ type summary struct {
 	Errors  map[string]int `json:"errors"`
 	// LongestGapMs is the longest time without a success.
 	LongestGapMs int64 `json:"longestGapMs"`
+	// FirstFailure is when the first request that failed was sent, to be looked
+	// for in logs.
+	FirstFailure string `json:"firstFailure,omitempty"`
 }
 
 type options struct {
@@ -76,6 +79,7 @@ func probe(target string, o options) error {
 	for ctx.Err() == nil && (o.count == 0 || result.Requests < o.count) {
 		// Not derived from ctx: the end of the probe is no failure of the request.
 		request, done := context.WithTimeout(context.Background(), o.timeout)
+		sent := time.Now()
 		a, err := ask(request)
 		done()
 		result.Requests++
@@ -84,6 +88,9 @@ func probe(target string, o options) error {
 			result.LongestGapMs = gap
 		}
 		if err != nil {
+			if result.Failed == 0 {
+				result.FirstFailure = sent.UTC().Format(time.RFC3339Nano)
+			}
 			result.Failed++
 			result.Errors[err.Error()]++
 		} else {

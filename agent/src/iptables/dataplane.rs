@@ -7,7 +7,7 @@
 //! after any failure; then a sync reads our chains back and writes what differs. Nothing is flushed, so there is no gap.
 //! What others have changed is found by [`Dataplane::verify`] and written by [`Dataplane::repair`], chain by chain.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use super::ear::Ear;
 use super::names::ChainName;
 use super::saved::{Comparison, Saved};
 use super::sets::{self, Set, SetChanges};
-use super::state::{Differences, Read, State};
+use super::state::{Differences, Read, State, Texts};
 use super::tools::{Flavour, RunError, Tools};
 use crate::conntrack::Target;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
@@ -43,6 +43,8 @@ pub struct Dataplane {
     states: BTreeMap<IpFamily, State>,
     /// How closely what is read back must match. Not known before it was read back once after a full write.
     comparisons: BTreeMap<IpFamily, Comparison>,
+    /// What the tools printed when a look found no difference and nothing was written since: the same again is not compared.
+    equal: BTreeMap<IpFamily, u64>,
     /// Where the last look found the kernel to differ from what is installed.
     found: BTreeMap<IpFamily, Differences>,
     /// Behind a lock that nobody holds for longer than a call: whoever runs a tool says that it was us.
@@ -65,6 +67,7 @@ impl Dataplane {
             families: families.to_vec(),
             states: BTreeMap::new(),
             comparisons: BTreeMap::new(),
+            equal: BTreeMap::new(),
             found: BTreeMap::new(),
             ear: Mutex::default(),
         }
@@ -135,6 +138,7 @@ impl Dataplane {
     ) -> Result<(), Failure> {
         let family = node.family;
         self.found.remove(&family);
+        self.equal.remove(&family);
         let lock_wait = plan.config().iptables.lock_timeout_seconds;
         let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
         // Taken out, so that it stays unknown if the write fails or is cancelled.
@@ -199,23 +203,36 @@ impl Dataplane {
 
     async fn verify_family(&mut self, plan: &Plan, node: &NodePlan) -> Result<Differences, Failure> {
         let family = node.family;
-        let read = self.runner(family, DEFAULT_LOCK_WAIT).read_all().await?;
+        let texts = self.runner(family, DEFAULT_LOCK_WAIT).print_all().await?;
+        let fingerprint = texts.fingerprint();
+        if self.equal.get(&family) == Some(&fingerprint) {
+            return Ok(Differences::default());
+        }
+        let differences = self.compare(plan, node, &texts.parse(family));
+        if differences.is_empty() && self.states.contains_key(&family) {
+            self.equal.insert(family, fingerprint);
+        }
+        Ok(differences)
+    }
+
+    fn compare(&mut self, plan: &Plan, node: &NodePlan, read: &Read) -> Differences {
+        let family = node.family;
         let Some(state) = self.states.get(&family) else {
             let unknown = State::of(plan, node, 0, read.filter.uses_sets());
-            return Ok(unknown.compare(&read, Comparison::Exact));
+            return unknown.compare(read, Comparison::Exact);
         };
         if let Some(how) = self.comparisons.get(&family) {
-            return Ok(state.compare(&read, *how));
+            return state.compare(read, *how);
         }
         // The first look after a full write: what differs now only in words is how this version of the tool prints.
-        let exact = state.compare(&read, Comparison::Exact);
+        let exact = state.compare(read, Comparison::Exact);
         if exact.is_empty() {
             self.comparisons.insert(family, Comparison::Exact);
-            return Ok(exact);
+            return exact;
         }
-        let loose = state.compare(&read, Comparison::Shape);
+        let loose = state.compare(read, Comparison::Shape);
         if !loose.is_empty() {
-            return Ok(exact);
+            return exact;
         }
         warn!(
             ?family,
@@ -223,7 +240,7 @@ impl Dataplane {
             "this version of iptables prints rules in words that are not known; only their number and targets are compared"
         );
         self.comparisons.insert(family, Comparison::Shape);
-        Ok(loose)
+        loose
     }
 
     /// Writes what [`Dataplane::verify`] has found to differ, and nothing else.
@@ -307,12 +324,16 @@ impl<'a> Runner<'a> {
     }
 
     pub(super) async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
+        self.print(table).await.map(Saved::parse)
+    }
+
+    async fn print(&self, table: &'static str) -> Result<String, Failure> {
         let command = self.tools.command(self.family, "-save");
         let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
         if text.contains("is incompatible, use 'nft' tool") {
             return Err(Failure::Incompatible { table, command });
         }
-        Ok(Saved::parse(text))
+        Ok(text)
     }
 
     pub(super) async fn restore(&self, script: &Script) -> Result<(), Failure> {
@@ -381,17 +402,21 @@ impl<'a> Runner<'a> {
     }
 
     async fn read_all(&self) -> Result<Read, Failure> {
-        let (nat, filter) = (self.read("nat").await?, self.read("filter").await?);
-        let mut members = BTreeSet::new();
-        if filter.uses_sets() {
+        Ok(self.print_all().await?.parse(self.family))
+    }
+
+    async fn print_all(&self) -> Result<Texts, Failure> {
+        let (nat, filter) = (self.print("nat").await?, self.print("filter").await?);
+        let mut texts = Texts { nat, filter, sets: String::new() };
+        if texts.filter.contains("--match-set POINTSMAN-") {
             for set in Set::ALL {
                 // A set that is not there has no members.
                 let saved =
                     self.tools.run("ipset", &["save", set.name(self.family)], None, SAVE_TIMEOUT).await;
-                members.extend(sets::parse(&saved.unwrap_or_default(), self.family));
+                texts.sets += &saved.unwrap_or_default();
             }
         }
-        Ok(Read { nat, filter, members })
+        Ok(texts)
     }
 
     /// How many members a set has, without listing them.

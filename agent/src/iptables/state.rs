@@ -5,6 +5,7 @@
 //! needed, so that one change costs what that Service costs and memory stays small.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -47,6 +48,40 @@ pub(super) struct Read {
     pub filter: Saved,
     /// Members of our sets.
     pub members: BTreeSet<Element>,
+}
+
+/// What the tools printed.
+#[derive(Debug, Default)]
+pub(super) struct Texts {
+    /// Table nat.
+    pub nat: String,
+    /// Table filter.
+    pub filter: String,
+    /// Our sets.
+    pub sets: String,
+}
+
+impl Texts {
+    /// The same for two looks between which nothing was written, whatever time it is and whatever was counted.
+    pub(super) fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for line in self.nat.lines().chain(self.filter.lines()).filter(|line| !line.starts_with('#')) {
+            // Counters follow the name of a chain.
+            let name = if line.starts_with(':') { line.split('[').next() } else { None };
+            name.unwrap_or(line).hash(&mut hasher);
+        }
+        self.sets.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// Reads them.
+    pub(super) fn parse(self, family: IpFamily) -> Read {
+        Read {
+            nat: Saved::parse(self.nat),
+            filter: Saved::parse(self.filter),
+            members: sets::parse(&self.sets, family),
+        }
+    }
 }
 
 /// Where the kernel differs from a state.
@@ -387,5 +422,24 @@ impl Differences {
         let stale = self.stale.iter().chain(&self.filter_stale);
         lines.extend(stale.map(|name| format!("{family:?} chain {name}: left over")));
         lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn syn_10_a_fingerprint_sees_rules_and_members_and_neither_time_nor_counters() {
+        let print = |time: &str, packets: u32, rule: &str, sets: &str| {
+            let nat = format!(
+                "# Generated {time}\n*nat\n:OUTPUT ACCEPT [{packets}:9]\n-A OUTPUT -j {rule}\nCOMMIT\n"
+            );
+            Texts { nat, filter: String::new(), sets: sets.to_owned() }.fingerprint()
+        };
+        let before = print("at noon", 1, "A", "add S 1");
+        assert_eq!(print("at one", 2, "A", "add S 1"), before);
+        assert_ne!(print("at noon", 1, "B", "add S 1"), before);
+        assert_ne!(print("at noon", 1, "A", "add S 2"), before);
     }
 }

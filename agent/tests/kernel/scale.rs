@@ -1,7 +1,5 @@
 //! Many Services: loads in bounded transactions, changes that cost what they change.
 
-use std::time::Instant;
-
 use pointsman_agent::iptables::Flavour;
 use serde_json::json;
 
@@ -33,38 +31,29 @@ fn load(flavour: Flavour, count: usize) -> Option<(Lab, World)> {
     for number in 0..count {
         service(&mut world, number);
     }
-    let start = Instant::now();
-    let synced = world.sync();
-    println!(
-        "{flavour} {count} services: loaded in {:?}, {:?}, {:?}",
-        start.elapsed(),
-        synced.duration,
-        synced.rules
-    );
+    world.sync();
     Some((lab, world))
 }
 
-/// One change each way; prints what it took and returns the rules written.
+/// An endpoint changed, a Service added, emptied, filled and removed: returns the rules that each writes.
 fn changes(world: &mut World, count: usize) -> Vec<usize> {
     let mut written = Vec::new();
-    let mut step = |world: &mut World, what: &str| {
-        let start = Instant::now();
+    let mut step = |world: &mut World| {
         let synced = world.sync();
         assert!(!synced.full);
-        println!("  {what}: {:?} {:?} {:?}", start.elapsed(), synced.duration, synced.written);
         written.push(synced.written[&(FAMILIES[0], "nat")]);
     };
     world.endpoints("s7", &["b", "r"]);
-    step(world, "an endpoint changed");
+    step(world);
     service(world, count);
-    step(world, "a service added");
+    step(world);
     world.endpoints(&format!("s{count}"), &[]);
-    step(world, "it loses its endpoints");
+    step(world);
     world.endpoints(&format!("s{count}"), &["a"]);
-    step(world, "it gets one");
+    step(world);
     world.delete_service(&format!("s{count}"));
     world.endpoints(&format!("s{count}"), &[]);
-    step(world, "a service removed");
+    step(world);
     written
 }
 
@@ -135,40 +124,6 @@ fn a_service_with_more_than_a_thousand_endpoints_in_several_slices() {
         assert!(!world.settle().full);
         for to in ips {
             assert!(matches!(lab.tcp("client", (ip(to), 80)), Answer::From(..)), "{to}");
-        }
-    }
-}
-
-#[test]
-#[ignore = "a measurement: cargo test -p pointsman-agent --test kernel -- --ignored --nocapture measure"]
-fn measure() {
-    for flavour in [Flavour::Nft, Flavour::Legacy] {
-        for count in [1000, 5000] {
-            let Some((lab, mut world)) = load(flavour, count) else { return };
-            world.listen(&lab);
-            assert_eq!(world.differences(), Vec::<String>::new());
-            changes(&mut world, count);
-            let start = Instant::now();
-            assert_eq!(world.look(), Vec::<String>::new());
-            println!("  a look after own writes: {:?}", start.elapsed());
-            lab.node(&format!("iptables-{flavour} -t nat -F KUBE-MARK-MASQ"));
-            let start = Instant::now();
-            assert_eq!(world.look().len(), 1);
-            let found = start.elapsed();
-            world.repair_only();
-            let repaired = start.elapsed();
-            assert_eq!(world.look(), Vec::<String>::new());
-            println!(
-                "  a flushed chain: found after {found:?}, back after {repaired:?}, verified after {:?}",
-                start.elapsed()
-            );
-            let mut successor = World::new(&lab, flavour);
-            for number in 0..count {
-                service(&mut successor, number);
-            }
-            let start = Instant::now();
-            let synced = successor.sync();
-            println!("  restart: {:?}, {:?} written", start.elapsed(), synced.written);
         }
     }
 }
