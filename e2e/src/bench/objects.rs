@@ -24,7 +24,7 @@ pub const PORT: u16 = 80;
 /// The port of every endpoint.
 pub const ENDPOINT_PORT: u16 = 8080;
 /// What the endpoints' addresses of one namespace hold.
-pub const LARGEST: u32 = 20_000;
+pub const LARGEST: u32 = 30_000;
 
 /// Ports 30000 to 32699; the API server hands out up to 32767.
 const NODE_PORTS: u32 = 2700;
@@ -87,7 +87,7 @@ impl Numbered {
     /// What its first endpoint is replaced with.
     #[must_use]
     pub fn new_endpoint(self) -> Ipv4Addr {
-        above(Ipv4Addr::new(10, 227, 0, 1), self.0)
+        above(Ipv4Addr::new(10, 227, 128, 1), self.0)
     }
 
     fn service(self) -> Value {
@@ -247,10 +247,11 @@ mod tests {
         assert!(ips.iter().all(|ip| ip.octets()[..2] == [10, 96] && *ip < added_ip(0)));
         let ports: Vec<_> = all.iter().filter_map(|one| one.node_port()).collect();
         assert_eq!(ports.iter().collect::<BTreeSet<_>>().len(), ports.len());
-        let endpoints: BTreeSet<_> = all.iter().flat_map(|one| (0..3).map(|nth| one.endpoint(nth))).collect();
-        assert_eq!(endpoints.len(), all.len() * 3);
-        assert!(endpoints.iter().all(|ip| ip.octets()[..2] == [10, 226]));
-        assert_eq!(all[all.len() - 1].new_endpoint().octets()[..2], [10, 227]);
+        let endpoints: BTreeSet<_> = (all.iter())
+            .flat_map(|one| (0..3).map(|nth| one.endpoint(nth)).chain([one.new_endpoint()]))
+            .collect();
+        assert_eq!(endpoints.len(), all.len() * 4);
+        assert!(endpoints.iter().all(|ip| ip.octets()[0] == 10 && matches!(ip.octets()[1], 226 | 227)));
     }
 
     #[test]
