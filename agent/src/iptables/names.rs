@@ -123,12 +123,7 @@ mod tests {
 
     #[test]
     fn syn_18_names_are_those_of_kube_proxy() {
-        let id = PortId {
-            service: ObjectName::new("ns1", "svc1"),
-            family: IpFamily::IPv4,
-            port: "p80".into(),
-            protocol: Protocol::Tcp,
-        };
+        let id = PortId::new(ObjectName::new("ns1", "svc1"), IpFamily::IPv4, "p80".into(), Protocol::Tcp);
         let backend = Backend { address: IpAddr::from([10, 180, 0, 1]), port: 80, local: true };
         assert_eq!(ChainName::of_port(PortChain::Cluster, &id).as_str(), "KUBE-SVC-XPGD46QRK7WJZT7O");
         assert_eq!(ChainName::of_port(PortChain::External, &id).as_str(), "KUBE-EXT-XPGD46QRK7WJZT7O");

@@ -38,7 +38,7 @@ fn eventful() -> Metrics {
 
 fn port_id() -> PortId {
     let service = crate::model::ObjectName::new("ns", "web");
-    PortId { service, family: FAMILY, port: "http".into(), protocol: crate::model::Protocol::Tcp }
+    PortId::new(service, FAMILY, "http".into(), crate::model::Protocol::Tcp)
 }
 
 fn state() -> SyncState {

@@ -125,12 +125,12 @@ pub struct Model {
     node: NodeFacts,
     service_cidrs: Vec<IpNet>,
     local_addresses: BTreeSet<IpAddr>,
-    services: BTreeMap<ObjectName, Service>,
+    services: BTreeMap<ObjectName, Box<Service>>,
     /// Slices by the Service that they belong to, sorted by their own name. Nearly all Services have one.
     slices: HashMap<ObjectName, Vec<(Arc<str>, Slice)>>,
     /// The Service that a slice belongs to.
     owners: HashMap<ObjectName, Arc<str>>,
-    /// Node names and hints, shared by the endpoints that carry them.
+    /// Namespaces, names of ports and nodes, and hints, shared by the records that carry them.
     strings: Pool<str>,
     hints: Pool<Hints>,
 }
@@ -175,15 +175,24 @@ impl Model {
         dirty
     }
 
+    /// The name of a Service, made of the strings that other records have already.
+    fn share(&mut self, name: ObjectName) -> ObjectName {
+        let known = self.services.get_key_value(&name).map(|(known, _)| known);
+        let known = known.or_else(|| self.slices.get_key_value(&name).map(|(known, _)| known));
+        known
+            .cloned()
+            .unwrap_or_else(|| ObjectName { namespace: self.strings.share(&name.namespace), ..name })
+    }
+
     fn apply_service(&mut self, object: &core::v1::Service, dirty: &mut Dirty) {
-        let name = ObjectName::of(&object.metadata);
+        let name = self.share(ObjectName::of(&object.metadata));
         let mut faults = Vec::new();
-        let service = Service::read(object, &mut faults);
+        let service = Service::read(object, &mut self.strings, &mut faults);
         skip(&mut dirty.skipped, "Service", &name, faults);
         let changed = match service {
-            Some(service) if self.services.get(&name) == Some(&service) => false,
+            Some(service) if self.service(&name) == Some(&service) => false,
             Some(service) => {
-                self.services.insert(name.clone(), service);
+                self.services.insert(name.clone(), Box::new(service));
                 true
             }
             None => self.services.remove(&name).is_some(),
@@ -194,7 +203,8 @@ impl Model {
     }
 
     fn apply_slice(&mut self, object: &discovery::v1::EndpointSlice, dirty: &mut Dirty) {
-        let name = ObjectName::of(&object.metadata);
+        let mut name = ObjectName::of(&object.metadata);
+        name.namespace = self.strings.share(&name.namespace);
         let mut faults = Vec::new();
         let read = Slice::read(object, &mut self.strings, &mut self.hints, &mut faults);
         skip(&mut dirty.skipped, "EndpointSlice", &name, faults);
@@ -202,7 +212,8 @@ impl Model {
         if self.owners.get(&name).is_some_and(|known| *known != owner) {
             self.forget_slice(&name, dirty);
         }
-        let service = ObjectName::new(name.namespace.clone(), owner.clone());
+        let service = self.share(ObjectName::new(name.namespace.clone(), owner));
+        let owner = service.name.clone();
         let slices = self.slices.entry(service.clone()).or_insert_with(|| Vec::with_capacity(1));
         match slices.binary_search_by(|(known, _)| known.cmp(&name.name)) {
             Ok(at) if slices[at].1 == slice => return,
@@ -251,12 +262,12 @@ impl Model {
     /// One Service.
     #[must_use]
     pub fn service(&self, name: &ObjectName) -> Option<&Service> {
-        self.services.get(name)
+        self.services.get(name).map(|service| &**service)
     }
 
     /// All Services, by name.
     pub fn services(&self) -> impl Iterator<Item = (&ObjectName, &Service)> {
-        self.services.iter()
+        self.services.iter().map(|(name, service)| (name, &**service))
     }
 
     /// The slices of a Service, by name.

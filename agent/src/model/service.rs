@@ -13,6 +13,7 @@ use k8s_openapi::api::core::v1;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
+use super::Pool;
 use super::address::{family_of, parse_address, parse_network};
 
 /// Label that hands a Service to another proxy.
@@ -100,14 +101,14 @@ pub struct Service {
     /// Value of the label `service.kubernetes.io/service-proxy-name`.
     pub proxy_name: Option<Box<str>>,
     /// ClusterIPs, at most one a family.
-    pub cluster_ips: Vec<IpAddr>,
+    pub cluster_ips: Box<[IpAddr]>,
     /// `spec.externalIPs`.
-    pub external_ips: Vec<IpAddr>,
+    pub external_ips: Box<[IpAddr]>,
     /// Ingress addresses whose `ipMode` is not `Proxy`.
-    pub load_balancer_ips: Vec<IpAddr>,
+    pub load_balancer_ips: Box<[IpAddr]>,
     /// `spec.loadBalancerSourceRanges`; `None` if it is not set. An empty list means that none of the entries could
     /// be read: nobody may pass.
-    pub source_ranges: Option<Vec<IpNet>>,
+    pub source_ranges: Option<Box<[IpNet]>>,
     /// `internalTrafficPolicy: Local`.
     pub internal_local: bool,
     /// `externalTrafficPolicy: Local`.
@@ -117,12 +118,16 @@ pub struct Service {
     /// Port of the load balancer's health check; only for LoadBalancer Services with `externalTrafficPolicy: Local`.
     pub health_check_node_port: Option<u16>,
     /// Its ports.
-    pub ports: Vec<ServicePort>,
+    pub ports: Box<[ServicePort]>,
 }
 
 impl Service {
     /// Reads a Service. `None` if it has nothing to route; what is wrong with the rest goes to `faults`.
-    pub(super) fn read(object: &v1::Service, faults: &mut Vec<String>) -> Option<Self> {
+    pub(super) fn read(
+        object: &v1::Service,
+        strings: &mut Pool<str>,
+        faults: &mut Vec<String>,
+    ) -> Option<Self> {
         let spec = object.spec.as_ref()?;
         let kind = spec.type_.as_deref().unwrap_or("ClusterIP");
         let balanced = kind == "LoadBalancer";
@@ -132,7 +137,7 @@ impl Service {
             return None;
         }
         let cluster_ips = addresses("spec.clusterIPs", &listed, faults);
-        let ports = read_ports(spec, faults);
+        let ports = read_ports(spec, strings, faults);
         if ports.is_empty() || cluster_ips.is_empty() {
             return None;
         }
@@ -194,7 +199,11 @@ fn affinity(spec: &v1::ServiceSpec) -> u32 {
     seconds.filter(|seconds| (1..=86_400).contains(seconds)).unwrap_or(DEFAULT_AFFINITY_SECONDS)
 }
 
-fn read_ports(spec: &v1::ServiceSpec, faults: &mut Vec<String>) -> Vec<ServicePort> {
+fn read_ports(
+    spec: &v1::ServiceSpec,
+    strings: &mut Pool<str>,
+    faults: &mut Vec<String>,
+) -> Box<[ServicePort]> {
     let mut ports: Vec<ServicePort> = Vec::new();
     for port in spec.ports.as_deref().unwrap_or_default() {
         let name = port.name.as_deref().unwrap_or_default();
@@ -221,16 +230,16 @@ fn read_ports(spec: &v1::ServiceSpec, faults: &mut Vec<String>) -> Vec<ServicePo
             faults.push(format!("port {name:?}: nodePort {number} is not a port number; served without"));
         }
         ports.push(ServicePort {
-            name: name.into(),
+            name: strings.share(name),
             protocol,
             port: number,
             node_port: node_port.and_then(port_number),
         });
     }
-    ports
+    ports.into()
 }
 
-fn addresses(field: &str, listed: &[String], faults: &mut Vec<String>) -> Vec<IpAddr> {
+fn addresses(field: &str, listed: &[String], faults: &mut Vec<String>) -> Box<[IpAddr]> {
     let mut addresses = Vec::new();
     for text in listed {
         match parse_address(text) {
@@ -242,10 +251,10 @@ fn addresses(field: &str, listed: &[String], faults: &mut Vec<String>) -> Vec<Ip
             None => faults.push(format!("{field}: {text:?} is not an IP address; not served")),
         }
     }
-    addresses
+    addresses.into()
 }
 
-fn source_ranges(listed: &[String], faults: &mut Vec<String>) -> Vec<IpNet> {
+fn source_ranges(listed: &[String], faults: &mut Vec<String>) -> Box<[IpNet]> {
     let mut ranges = Vec::new();
     for text in listed {
         match parse_network(text) {
@@ -256,5 +265,5 @@ fn source_ranges(listed: &[String], faults: &mut Vec<String>) -> Vec<IpNet> {
     }
     ranges.sort_unstable();
     ranges.dedup();
-    ranges
+    ranges.into()
 }

@@ -98,7 +98,7 @@ impl Slice {
             }
         };
         let ports = object.ports.as_deref().unwrap_or_default();
-        let ports = ports.iter().filter_map(|port| read_port(port, faults)).collect();
+        let ports = ports.iter().filter_map(|port| read_port(port, strings, faults)).collect();
         let mut endpoints = Vec::with_capacity(object.endpoints.len());
         for endpoint in &object.endpoints {
             if let Some(endpoint) = read_endpoint(endpoint, family, strings, hints, faults) {
@@ -109,7 +109,11 @@ impl Slice {
     }
 }
 
-fn read_port(port: &v1::EndpointPort, faults: &mut Vec<String>) -> Option<SlicePort> {
+fn read_port(
+    port: &v1::EndpointPort,
+    strings: &mut Pool<str>,
+    faults: &mut Vec<String>,
+) -> Option<SlicePort> {
     // A port without a number means "all ports", which no Service has; without a name it belongs to none.
     let (name, number) = (port.name.as_deref()?, port.port?);
     let Some(number) = port_number(number) else {
@@ -121,7 +125,7 @@ fn read_port(port: &v1::EndpointPort, faults: &mut Vec<String>) -> Option<SliceP
         faults.push(format!("port {name:?}: protocol {protocol:?} is not TCP, UDP or SCTP; not served"));
         return None;
     };
-    Some(SlicePort { name: name.into(), protocol, port: number })
+    Some(SlicePort { name: strings.share(name), protocol, port: number })
 }
 
 fn read_endpoint(

@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::port::PortId;
-use crate::model::{ObjectName, Protocol, Service, family_of};
+use crate::model::{ObjectName, Protocol, Service, ServicePort, family_of};
 
 /// Something that at most one Service port can answer at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -108,6 +108,13 @@ impl Claims {
         lost.into_iter().collect()
     }
 
+    /// The name of a Service port: the one that its claims have, if it has any.
+    pub(super) fn id(&self, service: &ObjectName, family: IpFamily, port: &ServicePort) -> PortId {
+        let mut ids = self.by_service.get(service).into_iter().flatten().map(|(_, (_, id))| id);
+        let own = ids.find(|id| id.family == family && id.protocol == port.protocol && id.port == port.name);
+        own.cloned().unwrap_or_else(|| PortId::new(service.clone(), family, port.name.clone(), port.protocol))
+    }
+
     /// Whether a Service port owns a frontend as what it names it.
     pub(super) fn owns(&self, frontend: Frontend, kind: Kind, id: &PortId) -> bool {
         self.by_frontend
@@ -120,11 +127,11 @@ impl Claims {
 fn claims_of(name: &ObjectName, service: &Service, families: &[IpFamily]) -> BTreeSet<(Frontend, Claim)> {
     let mut claims = BTreeSet::new();
     for port in &service.ports {
-        let id = |family| PortId {
-            service: name.clone(),
-            family,
-            port: port.name.clone(),
-            protocol: port.protocol,
+        let [v4, v6] = [IpFamily::IPv4, IpFamily::IPv6]
+            .map(|family| PortId::new(name.clone(), family, port.name.clone(), port.protocol));
+        let id = |family| match family {
+            IpFamily::IPv4 => v4.clone(),
+            IpFamily::IPv6 => v6.clone(),
         };
         let lists = [
             (Kind::ClusterIp, &service.cluster_ips),

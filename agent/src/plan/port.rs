@@ -3,6 +3,7 @@
 //! In: a Service, its endpoints, the node. Out: [`PortPlan`].
 
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use ipnet::IpNet;
@@ -13,9 +14,13 @@ use super::endpoints::{Categories, categorise};
 use super::node::NodePlan;
 use crate::model::{Model, ObjectName, Protocol, Service, family_of};
 
-/// Names one port of one Service in one family.
+/// Names one port of one Service in one family. A pointer, since several records of each hold it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PortId {
+pub struct PortId(Arc<PortName>);
+
+/// What a [`PortId`] points to.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PortName {
     /// The Service.
     pub service: ObjectName,
     /// The family.
@@ -26,10 +31,24 @@ pub struct PortId {
     pub protocol: Protocol,
 }
 
+impl Deref for PortId {
+    type Target = PortName;
+
+    fn deref(&self) -> &PortName {
+        &self.0
+    }
+}
+
 impl PortId {
+    /// The name of a port; empty if the only port of the Service has none.
+    #[must_use]
+    pub fn new(service: ObjectName, family: IpFamily, port: Arc<str>, protocol: Protocol) -> Self {
+        Self(Arc::new(PortName { service, family, port, protocol }))
+    }
+
     /// The least of a Service's, whether it exists or not.
     pub(super) fn first_of(service: &ObjectName) -> Self {
-        Self { service: service.clone(), family: IpFamily::IPv4, port: "".into(), protocol: Protocol::Tcp }
+        Self::new(service.clone(), IpFamily::IPv4, "".into(), Protocol::Tcp)
     }
 
     /// `namespace/name`, and `:port` if the port has a name.
@@ -84,9 +103,9 @@ pub struct PortPlan {
     /// The ClusterIP.
     pub cluster_ip: Option<IpAddr>,
     /// External IPs.
-    pub external_ips: Vec<IpAddr>,
+    pub external_ips: Box<[IpAddr]>,
     /// Addresses of load balancers.
-    pub load_balancer_ips: Vec<IpAddr>,
+    pub load_balancer_ips: Box<[IpAddr]>,
     /// The port at the node's addresses.
     pub node_port: Option<u16>,
     /// The port of the load balancer's health check, which a firewall must let in.
@@ -104,12 +123,12 @@ pub struct PortPlan {
     /// For how many seconds a client stays with its endpoint.
     pub affinity: Option<u32>,
     /// Endpoints for policy Cluster, sorted. Empty if nothing uses them.
-    pub cluster: Vec<Backend>,
+    pub cluster: Box<[Backend]>,
     /// Endpoints for policy Local, sorted. Empty if nothing uses them.
-    pub local: Vec<Backend>,
+    pub local: Box<[Backend]>,
     /// All endpoints that answer, near or far, sorted; for UDP and SCTP. A flow to one of them is not cut only because new
     /// flows go elsewhere.
-    pub serving: Vec<Backend>,
+    pub serving: Box<[Backend]>,
 }
 
 /// Service ports with policy Local that have endpoints on other nodes only: their packets are dropped here.
@@ -180,9 +199,8 @@ pub(super) fn plan_ports(
         .ports
         .iter()
         .map(|port| {
-            let id =
-                PortId { service: name.clone(), family, port: port.name.clone(), protocol: port.protocol };
-            let owned = |kind: Kind, addresses: &[IpAddr]| -> Vec<IpAddr> {
+            let id = claims.id(name, family, port);
+            let owned = |kind: Kind, addresses: &[IpAddr]| -> Box<[IpAddr]> {
                 let own = |address: &IpAddr| {
                     claims.owns(Frontend::Address(*address, port.protocol, port.port), kind, &id)
                 };
@@ -231,9 +249,9 @@ pub(super) fn plan_ports(
                 external,
                 external_local,
                 affinity: service.affinity,
-                cluster,
-                local,
-                serving: if port.protocol == Protocol::Tcp { Vec::new() } else { serving },
+                cluster: cluster.into(),
+                local: local.into(),
+                serving: if port.protocol == Protocol::Tcp { Box::default() } else { serving.into() },
             };
             (id, plan)
         })

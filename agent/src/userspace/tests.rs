@@ -23,8 +23,8 @@ pub(super) fn plan(endpoints: &[SocketAddr]) -> PortPlan {
     PortPlan {
         port: 80,
         cluster_ip: Some([10, 96, 0, 1].into()),
-        external_ips: Vec::new(),
-        load_balancer_ips: Vec::new(),
+        external_ips: Box::default(),
+        load_balancer_ips: Box::default(),
         node_port: Some(30080),
         health_check_node_port: None,
         internal: if cluster.is_empty() { Target::Reject } else { Target::Cluster },
@@ -32,9 +32,9 @@ pub(super) fn plan(endpoints: &[SocketAddr]) -> PortPlan {
         external_local: false,
         sources: None,
         affinity: None,
-        serving: cluster.clone(),
-        cluster,
-        local: Vec::new(),
+        serving: cluster.clone().into(),
+        cluster: cluster.into(),
+        local: Box::default(),
     }
 }
 
@@ -46,7 +46,7 @@ pub(super) fn setting() -> Arc<Setting> {
 
 pub(super) fn port(shared: &Shared, protocol: Protocol, plan: PortPlan) -> Arc<ServicePort> {
     let service = ObjectName::new("ns", "web");
-    let id = PortId { service, family: IpFamily::IPv4, port: "".into(), protocol };
+    let id = PortId::new(service, IpFamily::IPv4, "".into(), protocol);
     let counters = shared.counters.of(&id);
     Arc::new(ServicePort::new(id, Arc::new(plan), setting(), counters))
 }

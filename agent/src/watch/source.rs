@@ -1,7 +1,8 @@
 //! One watch: lists, follows, recovers, and says how it is doing.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Debug;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -25,9 +26,40 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// A server that does not have the API, or does not let us see it, is asked again after this.
 const ABSENT_WAIT: Duration = Duration::from_mins(5);
 
-/// The objects that a watch has reported, by name: what a new list lacks has vanished.
+/// The objects that a watch has reported, by namespace and name: what a new list lacks has vanished.
 #[derive(Debug, Default)]
-pub struct Seen(HashSet<ObjectName>);
+pub struct Seen(HashMap<Arc<str>, HashSet<Box<str>>>);
+
+impl Seen {
+    fn insert(&mut self, name: &ObjectName) {
+        if !self.0.contains_key(&name.namespace) {
+            self.0.insert(Arc::clone(&name.namespace), HashSet::new());
+        }
+        if let Some(names) = self.0.get_mut(&name.namespace) {
+            names.insert((*name.name).into());
+        }
+    }
+
+    fn remove(&mut self, name: &ObjectName) {
+        if let Some(names) = self.0.get_mut(&name.namespace) {
+            names.remove(&*name.name);
+            if names.is_empty() {
+                self.0.remove(&name.namespace);
+            }
+        }
+    }
+
+    /// Those that are not among `others`.
+    fn missing_from(&self, others: &Self) -> Vec<ObjectName> {
+        let mut missing = Vec::new();
+        for (namespace, names) in &self.0 {
+            let known = others.0.get(namespace);
+            let gone = names.iter().filter(|name| !known.is_some_and(|known| known.contains(*name)));
+            missing.extend(gone.map(|name| ObjectName::new(Arc::clone(namespace), &**name)));
+        }
+        missing
+    }
+}
 
 /// Turns objects into inputs.
 pub trait Sink<K>: Send {
@@ -82,20 +114,20 @@ impl Feed {
         let mut wait = FIRST_WAIT;
         'streams: loop {
             let mut stream = std::pin::pin!(watcher(api.clone(), config.clone()));
-            let mut listed: Option<HashSet<ObjectName>> = None;
+            let mut listed: Option<Seen> = None;
             while let Some(event) = stream.next().await {
                 let mut outcome = Vec::new();
                 match event {
                     // The beginning of a list is not yet an answer.
-                    Ok(Event::Init) => listed = Some(HashSet::new()),
+                    Ok(Event::Init) => listed = Some(Seen::default()),
                     Ok(Event::InitApply(object) | Event::Apply(object)) => {
                         let name = ObjectName::of(object.meta());
                         if let Some(listed) = &mut listed {
-                            listed.insert(name.clone());
+                            listed.insert(&name);
                         }
                         match object.0 {
                             Ok(object) => {
-                                seen.0.insert(name);
+                                seen.insert(&name);
                                 outcome.extend(sink.applied(object));
                                 if self.source == Source::Node || self.source == Source::NodeConfig {
                                     outcome.push(Input::Listed(self.source));
@@ -111,16 +143,14 @@ impl Feed {
                     }
                     Ok(Event::Delete(object)) => {
                         let name = ObjectName::of(object.meta());
-                        seen.0.remove(&name);
+                        seen.remove(&name);
                         outcome.extend(sink.deleted(name));
                         self.working(false);
                     }
                     Ok(Event::InitDone) => {
                         let listed = listed.take().unwrap_or_default();
-                        let vanished: Vec<ObjectName> =
-                            seen.0.iter().filter(|name| !listed.contains(*name)).cloned().collect();
-                        for name in vanished {
-                            seen.0.remove(&name);
+                        for name in seen.missing_from(&listed) {
+                            seen.remove(&name);
                             outcome.extend(sink.deleted(name));
                         }
                         // The own Node and ConfigMap count when they are there; an empty list of them is none.

@@ -35,7 +35,7 @@ pub(super) struct Port {
     /// Whether its packets are counted.
     pub counted: bool,
     /// The endpoints' slots, if clients stay with them.
-    pub slots: Option<Slots>,
+    pub slots: Option<Box<Slots>>,
     /// For policy Cluster.
     pub cluster: List,
     /// For policy Local.
@@ -46,7 +46,7 @@ pub(super) struct Port {
 #[derive(Clone, Debug, Default)]
 pub(super) struct List {
     /// An endpoint per index.
-    pub order: Vec<Endpoint>,
+    pub order: Box<[Endpoint]>,
     /// How one is chosen.
     pub class: Option<Class>,
     /// What `groups` holds for it.
@@ -75,7 +75,7 @@ impl Slots {
     }
 
     /// Slots for the endpoints of a Service port, or `None` if they are too many.
-    pub(super) fn follow(mut self, plan: &PortPlan) -> Option<Self> {
+    pub(super) fn follow(mut self, plan: &PortPlan) -> Option<Box<Self>> {
         let wanted: Vec<Endpoint> = plan.backends().map(endpoint).collect();
         let mut gone = Vec::new();
         self.of.retain(|endpoint, slot| {
@@ -93,7 +93,7 @@ impl Slots {
                 self.of.insert(endpoint, self.numbers.take(())?);
             }
         }
-        Some(self)
+        Some(Box::new(self))
     }
 }
 
@@ -134,7 +134,7 @@ pub(super) fn source_ranges(plan: &PortPlan) -> Option<Vec<IpNet>> {
 }
 
 /// The order of endpoints in a list: as it was, as far as possible.
-pub(super) fn reorder(mut order: Vec<Endpoint>, wanted: &[Backend]) -> Vec<Endpoint> {
+pub(super) fn reorder(mut order: Vec<Endpoint>, wanted: &[Backend]) -> Box<[Endpoint]> {
     let mut there = vec![false; wanted.len()];
     let mut holes = Vec::new();
     for (index, known) in order.iter().enumerate() {
@@ -155,7 +155,7 @@ pub(super) fn reorder(mut order: Vec<Endpoint>, wanted: &[Backend]) -> Vec<Endpo
     for hole in holes.rev() {
         order.swap_remove(hole);
     }
-    order
+    order.into()
 }
 
 impl Port {
@@ -198,7 +198,7 @@ impl Port {
         [(&self.cluster, 0), (&self.local, LOCAL)].map(|(list, local)| View {
             protocol: number(id.protocol),
             group: self.group | local,
-            slots: self.slots.as_ref(),
+            slots: self.slots.as_deref(),
             order: &list.order,
         })
     }

@@ -86,17 +86,18 @@ impl State {
         for (class, number) in std::mem::take(&mut found.classes) {
             state.classes.found(class, number);
         }
-        // Compared with what was read, not written: what is collected on the way does not matter.
-        let mut delta = Delta::default();
         let groups = state.claim_groups(plan, &found);
+        let mut ports = Vec::new();
         for (id, port) in plan.ports(node.family) {
             let prior = found.prior(groups.get(id).copied());
-            if let Some(port) = state.lay_out(id, port, prior, &mut delta) {
-                state.ports.insert(id.clone(), port);
-            }
+            // Compared with what was read, not written: what is collected on the way does not matter.
+            let laid_out = state.lay_out(id, port, prior, &mut Delta::default());
+            ports.extend(laid_out.map(|port| (id.clone(), port)));
         }
+        // Made of all at once, a tree has no gaps.
+        state.ports = ports.into_iter().collect();
         state.lists.forget_unused();
-        state.classes.retire(&mut delta);
+        state.classes.retire(&mut Delta::default());
         state
     }
 
@@ -201,8 +202,8 @@ impl State {
         let new = plan.and_then(|plan| {
             let prior = old.as_ref().map(|old| Prior {
                 group: Some(old.group),
-                slots: old.slots.clone().unwrap_or_default(),
-                orders: [old.cluster.order.clone(), old.local.order.clone()],
+                slots: old.slots.as_deref().cloned().unwrap_or_default(),
+                orders: [old.cluster.order.to_vec(), old.local.order.to_vec()],
             });
             self.lay_out(id, plan, prior.unwrap_or_default(), delta)
         });
