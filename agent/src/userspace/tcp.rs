@@ -8,10 +8,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd as _;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use nix::sys::socket::{Shutdown, getsockopt, setsockopt, shutdown, sockopt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
@@ -101,6 +102,7 @@ pub enum Whose {
 pub struct Listener {
     /// Where it listens.
     pub address: SocketAddr,
+    socket: Arc<TcpListener>,
     task: JoinHandle<()>,
 }
 
@@ -115,19 +117,21 @@ impl Listener {
         // What is accepted inherits this.
         prepare(&socket);
         socket.bind(address)?;
-        let socket = socket.listen(BACKLOG)?;
+        let socket = Arc::new(socket.listen(BACKLOG)?);
         let address = socket.local_addr()?;
-        Ok(Self { address, task: tokio::spawn(accept(socket, whose, shared)) })
+        Ok(Self { address, task: tokio::spawn(accept(Arc::clone(&socket), whose, shared)), socket })
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         self.task.abort();
+        // Now, and not when the task has ended: another listener may be opened here next.
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
     }
 }
 
-async fn accept(socket: TcpListener, whose: Whose, shared: Arc<Shared>) {
+async fn accept(socket: Arc<TcpListener>, whose: Whose, shared: Arc<Shared>) {
     loop {
         match socket.accept().await {
             Ok((client, peer)) => {

@@ -1,8 +1,6 @@
 //! NodePorts on localhost: by a proxy beside every mode, for the node itself and not for its neighbours.
 
-use std::io::ErrorKind;
-use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
-use std::time::Instant;
+use std::net::{IpAddr, TcpListener, UdpSocket};
 
 use pointsman_agent::plan::Changes;
 use pointsman_agent::userspace::counters::Counters;
@@ -11,7 +9,7 @@ use pointsman_crds::settings::NodePortAddress;
 use serde_json::{Value, json};
 
 use crate::support::lab::{Lab, NODE, address, ip, masqueraded, shell};
-use crate::support::traffic::{Answer, IMPATIENT, PATIENT};
+use crate::support::traffic::{Answer, IMPATIENT};
 use crate::support::world::{WAYS, World, config};
 
 const PORT: u16 = 30080;
@@ -36,18 +34,8 @@ fn follow(localhost: &mut Localhost, world: &mut World) -> Vec<String> {
     localhost.follow(&world.plan, Some(&changes))
 }
 
-/// Whether the port is closed. The runtime closes a socket a moment after it was told to; who comes meanwhile is reset.
 fn closed(lab: &Lab, to: (IpAddr, u16)) -> bool {
-    let begun = Instant::now();
-    lab.run(NODE, move || {
-        while begun.elapsed() < PATIENT {
-            let refused = TcpStream::connect(to).err().map(|error| error.kind());
-            if refused == Some(ErrorKind::ConnectionRefused) {
-                return true;
-            }
-        }
-        false
-    })
+    lab.tcp("node", to) == Answer::Refused
 }
 
 // ids: NP-4 NP-6 REG-92315
