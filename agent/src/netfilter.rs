@@ -1,5 +1,4 @@
-//! What happens to the tables of nf_tables, as the kernel tells whoever listens; and how a table of another proxy is deleted
-//! without a tool.
+//! What happens to the tables of nf_tables, as the kernel tells whoever listens; and how a network device is deleted.
 //!
 //! In: the kernel's notices about committed transactions, those of all tables in this network namespace. Out: [`Notice`]s,
 //! each with the writer's netlink port, by which own writes are told from those of others; and whether some were lost.
@@ -8,7 +7,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
+use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, setsockopt, socket,
@@ -20,8 +19,8 @@ use tokio::net::UnixDatagram;
 
 use crate::netlink::socket::DATAGRAM;
 use crate::netlink::{
-    ACK, Body, Encoder, Header, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, Socket, SocketError,
-    WireError, attributes, messages,
+    ACK, Body, Encoder, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, Socket, SocketError, WireError,
+    attributes, messages,
 };
 
 /// `NFNLGRP_NFTABLES` of `linux/netfilter/nfnetlink.h`, as a bit.
@@ -168,20 +167,7 @@ fn text(value: &[u8]) -> &str {
     std::str::from_utf8(value.strip_suffix(&[0]).unwrap_or(value)).unwrap_or_default()
 }
 
-const BATCH_BEGIN: u16 = 0x10;
-const BATCH_END: u16 = 0x11;
 const RTM_DELLINK: u16 = 17;
-
-/// Deletes a table and all that is in it, in one transaction, in the network namespace of the calling thread.
-pub fn delete_table(family: IpFamily, name: &str) -> Result<(), Errno> {
-    // All have one number: a kernel without nf_tables refuses the message that begins the batch.
-    let around = |kind| Header { kind, flags: REQUEST, sequence: 1, family: 0, resource: NFTABLES >> 8 };
-    let mut encoder = Encoder::default();
-    encoder.message(around(BATCH_BEGIN), |_| {});
-    encoder.message(Header::new(NFTABLES | DELTABLE, REQUEST | ACK, 1, family), |to| to.string(TABLE, name));
-    encoder.message(around(BATCH_END), |_| {});
-    acknowledged(NETLINK_NETFILTER, &encoder.finish())
-}
 
 /// Deletes a network device, in the network namespace of the calling thread.
 pub fn delete_link(index: u32) -> Result<(), Errno> {
@@ -189,12 +175,7 @@ pub fn delete_link(index: u32) -> Result<(), Errno> {
     // struct ifinfomsg: family and type, index, flags, change.
     let message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
     encoder.request(RTM_DELLINK, REQUEST | ACK, 1, &message, |_| {});
-    acknowledged(NETLINK_ROUTE, &encoder.finish())
-}
-
-/// Sends requests with the number 1, of which one asks for an answer.
-fn acknowledged(protocol: isize, requests: &[u8]) -> Result<(), Errno> {
-    match Socket::open(protocol, None, None)?.ask(1, requests) {
+    match Socket::open(NETLINK_ROUTE, None, None)?.ask(1, &encoder.finish()) {
         Ok(_) => Ok(()),
         Err(SocketError::Refused { errno, .. } | SocketError::Failed { errno, .. }) => Err(errno),
         Err(SocketError::Wire(_)) => Err(Errno::EBADMSG),
@@ -204,6 +185,7 @@ fn acknowledged(protocol: isize, requests: &[u8]) -> Result<(), Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::netlink::Header;
 
     fn notice_bytes(kind: u16, family: u8, fill: impl FnOnce(&mut Encoder)) -> Vec<u8> {
         let header = Header { kind: NFTABLES + kind, flags: 0, sequence: 0, family, resource: 0 };

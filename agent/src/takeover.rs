@@ -15,10 +15,8 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use pointsman_crds::proxy_node_status::IpFamily;
-use thiserror::Error;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -28,7 +26,9 @@ use crate::ipvs::client::Connection;
 use crate::ipvs::device::{self, Change, Device, DeviceError};
 use crate::ipvs::server::{Key, Operation};
 use crate::model::{Protocol, family_of};
-use crate::netfilter;
+use crate::nftables::client;
+use crate::nftables::error::Error;
+use crate::nftables::ruleset::Table;
 use crate::plan::Plan;
 
 /// kube-proxy's tables in mode nftables.
@@ -76,13 +76,13 @@ pub enum Left {
 }
 
 /// What could not be removed.
-#[derive(Debug, Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum TakeoverError {
     /// A table that catches packets as ours do.
     #[error(
         "kube-proxy's table {TABLE} cannot be removed ({0}), and packets may meet it; stop kube-proxy, and delete the table"
     )]
-    Table(Errno),
+    Table(Error),
     /// Something of mode ipvs. Packets meet our rules first.
     #[error(
         "{what} of kube-proxy's mode ipvs cannot be removed: {why}; run kube-proxy --cleanup on the node"
@@ -105,7 +105,7 @@ pub struct Takeover {
 impl Takeover {
     /// Removes what is left; of mode ipvs only if there are tools for its chains and sets. What is not there is no error.
     pub async fn remove(&mut self, tools: Option<&Tools>, known: &Known) -> Result<Left, TakeoverError> {
-        remove_tables()?;
+        remove_tables().await?;
         match tools {
             Some(tools) => self.remove_ipvs(tools, known).await,
             None => Ok(Left::Nothing),
@@ -155,20 +155,12 @@ impl Takeover {
 }
 
 /// Removes kube-proxy's tables of mode nftables.
-pub fn remove_tables() -> Result<(), TakeoverError> {
-    for family in [IpFamily::IPv4, IpFamily::IPv6] {
-        match netfilter::delete_table(family, TABLE) {
-            Ok(()) => info!(?family, "kube-proxy's table {TABLE} of mode nftables removed"),
-            // Not there; or a kernel without nf_tables, or without the family.
-            Err(
-                Errno::ENOENT
-                | Errno::EOPNOTSUPP
-                | Errno::EAFNOSUPPORT
-                | Errno::EPROTONOSUPPORT
-                | Errno::EINVAL,
-            ) => {}
-            Err(errno) => return Err(TakeoverError::Table(errno)),
-        }
+pub async fn remove_tables() -> Result<(), TakeoverError> {
+    let theirs = |family| Table::new(family, TABLE);
+    let families = client::remove(&[IpFamily::IPv4, IpFamily::IPv6], theirs).await;
+    let families = families.map_err(|(_, error)| TakeoverError::Table(error))?;
+    if !families.is_empty() {
+        info!(?families, "kube-proxy's table {TABLE} of mode nftables removed");
     }
     Ok(())
 }

@@ -77,7 +77,10 @@ impl Client {
 
 /// Which of these families have such a table in the network namespace of this thread.
 pub async fn installed(families: &[IpFamily], table: fn(IpFamily) -> Table) -> Result<Vec<IpFamily>, Error> {
-    let mut client = Client::open()?;
+    let mut client = match Client::open() {
+        Err(Error::Open(Errno::EPROTONOSUPPORT)) => return Ok(Vec::new()),
+        opened => opened?,
+    };
     let mut found = Vec::new();
     for family in families {
         let there = match client.exists(&table(*family)).await {
@@ -94,8 +97,12 @@ pub async fn installed(families: &[IpFamily], table: fn(IpFamily) -> Table) -> R
     Ok(found)
 }
 
-/// Removes such tables of these families. What is not there is no error.
-pub async fn remove(families: &[IpFamily], table: fn(IpFamily) -> Table) -> Result<(), (IpFamily, Error)> {
+/// Removes such tables of these families. What is not there is no error. Returns where there was one.
+pub async fn remove(
+    families: &[IpFamily],
+    table: fn(IpFamily) -> Table,
+) -> Result<Vec<IpFamily>, (IpFamily, Error)> {
+    let mut removed = Vec::new();
     for family in families {
         let remove = async {
             if installed(&[*family], table).await?.is_empty() {
@@ -103,9 +110,10 @@ pub async fn remove(families: &[IpFamily], table: fn(IpFamily) -> Table) -> Resu
             }
             let mut transaction = Transaction::default();
             transaction.push(Operation::DeleteTable, Origin::NONE);
+            removed.push(*family);
             Client::open()?.apply(&table(*family), Arc::new(transaction)).await
         };
         remove.await.map_err(|error| (*family, error))?;
     }
-    Ok(())
+    Ok(removed)
 }

@@ -319,5 +319,5 @@ pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
 
 /// Removes our tables of these families. Touches nothing else; what is not there is no error.
 pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
-    client::remove(families, table).await.map_err(|(family, error)| failed(family, &error))
+    client::remove(families, table).await.map(drop).map_err(|(family, error)| failed(family, &error))
 }

@@ -57,8 +57,8 @@ impl<P: Platform> Engine<P> {
         if let Some(running) = &self.running {
             let endpoints = |id: &PortId, port: &PortPlan| running.dataplane.flow_endpoints(id, port);
             self.flows.follow(&running.plan, &self.model, &changes.ports, endpoints);
-            let changed = (!synced.full).then_some(&changes);
-            self.state.localhost = self.platform.serve_localhost(&running.plan, changed);
+            let known = (!synced.full).then_some(&changes);
+            self.state.localhost = self.platform.serve_localhost(&running.plan, known);
         }
         self.adjust().await;
         self.end_stale_flows().await;

@@ -48,15 +48,12 @@ impl Localhost {
         let settings = settings.map(|node| (node.family, Arc::new(Setting::new(node, plan.config()))));
         let settings: BTreeMap<IpFamily, Arc<Setting>> = settings.collect();
         let known = std::mem::replace(&mut self.settings, settings);
-        let mut ids: Vec<PortId> = match changes.filter(|_| known == self.settings) {
-            Some(changes) => {
-                let failed = self.ports.iter().filter(|(_, open)| open.listener.is_err());
-                failed.map(|(id, _)| id).chain(&changes.ports).cloned().collect()
-            }
-            None => {
-                let planned = plan.families().iter().flat_map(|family| plan.ports(*family));
-                planned.map(|(id, _)| id).chain(self.ports.keys()).cloned().collect()
-            }
+        let mut ids: Vec<PortId> = if let Some(changes) = changes.filter(|_| known == self.settings) {
+            let failed = self.ports.iter().filter(|(_, open)| open.listener.is_err());
+            failed.map(|(id, _)| id).chain(&changes.ports).cloned().collect()
+        } else {
+            let planned = plan.families().iter().flat_map(|family| plan.ports(*family));
+            planned.map(|(id, _)| id).chain(self.ports.keys()).cloned().collect()
         };
         ids.retain(|id| id.protocol == Protocol::Tcp);
         // What gives a port up goes first: it may have passed to another Service.

@@ -96,7 +96,7 @@ async fn client(to: SocketAddr, mood: u64, right: &AtomicU64) -> std::io::Result
         // Asks for an unknown thing.
         5 => {
             stream.write_all(b"x and much more").await?;
-            stream.read(&mut buffer).await?;
+            stream.read_u8().await?;
         }
         // Half-closes, and gets everything back.
         6 => {
@@ -247,7 +247,9 @@ fn nothing_is_left_of_a_thousand_clients_and_endpoints_that_behave_badly() {
     }
     for (stop, threads) in [(&counts.clients_stop, clients), (&counts.endpoints_stop, endpoints)] {
         stop.store(true, Ordering::Relaxed);
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     }
     let (tried, right) = (counts.tried.load(Ordering::Relaxed), counts.right.load(Ordering::Relaxed));
     let done = Instant::now();

@@ -221,7 +221,12 @@ impl Setup {
 #[must_use]
 pub fn launch(lab: &Lab, meter: &Meter, log: &Path, words: Vec<String>) -> Command {
     let mut sh = measured(log, meter);
-    sh.arg("nsenter").arg(format!("--net={}", lab.node().display())).arg("--").args(words).stdin(Stdio::null()).kill_on_drop(true);
+    sh.arg("nsenter")
+        .arg(format!("--net={}", lab.node().display()))
+        .arg("--")
+        .args(words)
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
     sh
 }
 

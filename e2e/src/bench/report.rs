@@ -107,7 +107,7 @@ impl Measured {
             values.sort_by(|one, other| one.number().total_cmp(&other.number()));
             values.get(values.len() / 2).copied()
         };
-        Self(rows.filter_map(|(what, _)| Some((*what, middle(what)?))).collect())
+        Self(rows.filter_map(|(what, _)| Some((what.clone(), middle(what)?))).collect())
     }
 
     fn get(&self, what: &str) -> Option<Value> {

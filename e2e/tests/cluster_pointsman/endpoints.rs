@@ -181,6 +181,7 @@ pub async fn topology_mode_auto_keeps_requests_in_the_zone(cluster: &Cluster) ->
 }
 
 /// A workload of the test server, whose pods serve for so long after they were told to end.
+#[allow(clippy::needless_pass_by_value, reason = "called with json!")]
 fn workload(kind: &str, name: &str, serves_for: Duration, spec: Value) -> Value {
     let seconds = serves_for.as_secs();
     let mut object = json!({
