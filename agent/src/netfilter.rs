@@ -7,7 +7,6 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, setsockopt, socket,
@@ -18,10 +17,7 @@ use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 
 use crate::netlink::socket::DATAGRAM;
-use crate::netlink::{
-    ACK, Body, Encoder, IPV4, IPV6, Message, NETFILTER_HEADER, REQUEST, Socket, SocketError, WireError,
-    attributes, messages,
-};
+use crate::netlink::{Body, IPV4, IPV6, Message, NETFILTER_HEADER, WireError, attributes, messages};
 
 /// `NFNLGRP_NFTABLES` of `linux/netfilter/nfnetlink.h`, as a bit.
 const GROUP: u32 = 1 << (7 - 1);
@@ -185,7 +181,7 @@ pub fn delete_link(index: u32) -> Result<(), Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::netlink::Header;
+    use crate::netlink::{Encoder, Header};
 
     fn notice_bytes(kind: u16, family: u8, fill: impl FnOnce(&mut Encoder)) -> Vec<u8> {
         let header = Header { kind: NFTABLES + kind, flags: 0, sequence: 0, family, resource: 0 };
