@@ -24,6 +24,8 @@ const APART: Duration = Duration::from_millis(1300);
 const PATIENCE: Duration = Duration::from_mins(30);
 /// How long a change may take.
 const CHANGE_PATIENCE: Duration = Duration::from_mins(3);
+/// How long a program is waited for to rest.
+const REST: Duration = Duration::from_secs(45);
 /// Between the changes of a series that is to be collected.
 const SERIES_PACE: Duration = Duration::from_millis(50);
 
@@ -276,10 +278,11 @@ fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX).max(1)
 }
 
-/// Waits until a program has nothing to do: three seconds with less than a twentieth of a processor.
+/// Waits until a program has nothing to do: three seconds with less than a twentieth of a processor. Not for ever: kube-proxy in
+/// mode ipvs looks at all it has made every 30 seconds, and may take longer for that.
 async fn settle(program: &Program) -> Result<()> {
-    let mut quiet = 0;
-    while quiet < 3 {
+    let (mut quiet, start) = (0, Instant::now());
+    while quiet < 3 && start.elapsed() < REST {
         program.check(PATIENCE + Duration::from_hours(1))?;
         let before = program.meter().cpu()?;
         sleep(Duration::from_secs(1)).await;
