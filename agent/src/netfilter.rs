@@ -163,21 +163,6 @@ fn text(value: &[u8]) -> &str {
     std::str::from_utf8(value.strip_suffix(&[0]).unwrap_or(value)).unwrap_or_default()
 }
 
-const RTM_DELLINK: u16 = 17;
-
-/// Deletes a network device, in the network namespace of the calling thread.
-pub fn delete_link(index: u32) -> Result<(), Errno> {
-    let mut encoder = Encoder::default();
-    // struct ifinfomsg: family and type, index, flags, change.
-    let message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
-    encoder.request(RTM_DELLINK, REQUEST | ACK, 1, &message, |_| {});
-    match Socket::open(NETLINK_ROUTE, None, None)?.ask(1, &encoder.finish()) {
-        Ok(_) => Ok(()),
-        Err(SocketError::Refused { errno, .. } | SocketError::Failed { errno, .. }) => Err(errno),
-        Err(SocketError::Wire(_)) => Err(Errno::EBADMSG),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

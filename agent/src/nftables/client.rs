@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::error::Error;
 use super::probe::probe;
 use super::read::Installed;
-use super::ruleset::{Operation, Origin, Table, Transaction};
+use super::ruleset::{Counted, Operation, Origin, Table, Transaction};
 use crate::netlink::OffThread;
 
 /// Writes and reads tables, one request after the other.
@@ -64,6 +64,12 @@ impl Client {
     pub async fn read(&mut self, table: &Table) -> Result<Option<Installed>, Error> {
         let table = table.clone();
         self.with(move |connection| connection.read(&table)).await
+    }
+
+    /// See [`Connection::counted`].
+    pub async fn counted(&mut self, table: &Table, chain: &'static str) -> Result<Option<Counted>, Error> {
+        let table = table.clone();
+        self.with(move |connection| connection.counted(&table, chain)).await
     }
 
     /// Does this with the connection, on a thread that may block.

@@ -37,8 +37,8 @@ pub struct Dataplane {
     families: Vec<IpFamily>,
     /// What is installed, where that is known.
     known: BTreeMap<IpFamily, Known>,
-    /// What the last look has found to differ.
-    found: BTreeMap<IpFamily, Repair>,
+    /// What the last look has found to differ; `None` where there is no table.
+    found: BTreeMap<IpFamily, Option<Repair>>,
     /// What tells of changes by others.
     watches: Watches,
     /// Families that were read and found right, and that nobody else has touched since, by the word of their watch.
@@ -168,13 +168,9 @@ impl Dataplane {
             if !repair.is_empty() {
                 info!(family = ?node.family, differences = repair.differences.len(), first = repair.differences.first(), "repairing our table");
             }
-            for transaction in [repair.first, repair.then] {
-                written += self.write(&mut known, transaction).await?;
-            }
+            written += self.write_all(&mut known, [repair.first, repair.then]).await?;
         } else {
-            for transaction in full.load_in_steps() {
-                written += self.write(&mut known, transaction).await?;
-            }
+            written += self.write_all(&mut known, full.load_in_steps()).await?;
         }
         known.elements = elements;
         self.settle(&mut known).await?;
@@ -191,6 +187,19 @@ impl Dataplane {
             self.write(known, last).await?;
         }
         Ok(())
+    }
+
+    /// One after the other; returns how many elements were written or deleted.
+    async fn write_all(
+        &mut self,
+        known: &mut Known,
+        transactions: impl IntoIterator<Item = Transaction>,
+    ) -> Result<usize, SyncError> {
+        let mut written = 0;
+        for transaction in transactions {
+            written += self.write(known, transaction).await?;
+        }
+        Ok(written)
     }
 
     /// Returns how many elements were written or deleted.
@@ -222,6 +231,12 @@ impl Dataplane {
                 Some(known) => known.state.full(),
                 None => adopted(plan, node, read.as_ref()).full(),
             };
+            if read.is_none() {
+                lines.push(format!("{family:?}: the table {TABLE} is missing"));
+                self.untouched.remove(&family);
+                self.found.insert(family, None);
+                continue;
+            }
             let repair = compare(&full, read.as_ref());
             lines.extend(repair.differences.iter().map(|line| format!("{family:?}: {line}")));
             if repair.is_empty() {
@@ -232,7 +247,7 @@ impl Dataplane {
                 }
             } else {
                 self.untouched.remove(&family);
-                self.found.insert(family, repair);
+                self.found.insert(family, Some(repair));
             }
         }
         Ok(lines)
@@ -245,10 +260,12 @@ impl Dataplane {
             // Taken out, so that it is read back if this fails.
             let Some(mut known) = self.known.remove(&family) else { continue };
             let elements = known.elements;
-            let mut written = self.write(&mut known, repair.first).await;
-            if written.is_ok() {
-                written = self.write(&mut known, repair.then).await;
-            }
+            let written = if let Some(Repair { first, then, .. }) = repair {
+                self.write_all(&mut known, [first, then]).await
+            } else {
+                let full = known.state.full();
+                self.write_all(&mut known, full.load_in_steps()).await
+            };
             known.elements = elements;
             match written {
                 Ok(_) => {
@@ -258,6 +275,19 @@ impl Dataplane {
             }
         }
         errors
+    }
+
+    /// Packets that were dropped because connection tracking calls them invalid, by family, since the rule was written. Without
+    /// a family whose rule is not there.
+    pub async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
+        let mut dropped = BTreeMap::new();
+        for family in self.families.clone() {
+            match self.client.counted(&table(family), layout::INVALID_DROPPED).await {
+                Ok(counted) => dropped.extend(counted.map(|counted| (family, counted.packets))),
+                Err(error) => debug!(?family, "the packets that were dropped cannot be read: {error}"),
+            }
+        }
+        dropped
     }
 
     /// Finds out whether the kernel could be written now, by a question that only those who may write can ask.

@@ -14,7 +14,7 @@ use nix::sys::time::{TimeVal, TimeValLike as _};
 use super::connection::Connection;
 use super::error::Error;
 use super::notices;
-use super::ruleset::{Elements, Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
+use super::ruleset::{Counted, Elements, Name, Rule, Rules, Ruleset, Statement, Table, VerdictMap};
 use super::wire::{self, DecodeError, ReadElement};
 use crate::netlink::socket::{ANSWER_WITHIN, errno, receive};
 
@@ -65,6 +65,28 @@ impl Connection {
             }
         }
         Err(Error::Disturbed(ATTEMPTS))
+    }
+}
+
+impl Connection {
+    /// What the first rule of a chain that counts has counted; `None` if there is none.
+    pub fn counted(&mut self, table: &Table, chain: &str) -> Result<Option<Counted>, Error> {
+        let mut found = None;
+        self.dump(
+            wire::GET_RULE,
+            table,
+            "rules",
+            |to| {
+                to.string(wire::TABLE, &table.name);
+                to.string(wire::RULE_CHAIN, chain);
+            },
+            |payload| {
+                let counted = wire::rule_counter(payload, chain)?;
+                found = found.or(counted);
+                Ok(())
+            },
+        )?;
+        Ok(found)
     }
 }
 

@@ -20,7 +20,9 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 pub use batch::{Batch, Place, Segment};
 pub(super) use decode::cases;
-pub use decode::{ReadElement, ReadSet, chain, elements, generation, ranges, rule, set, table_of};
+pub use decode::{
+    ReadElement, ReadSet, chain, elements, generation, ranges, rule, rule_counter, set, table_of,
+};
 
 /// Bytes that are no valid message, or say something that nothing of ours says.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -76,7 +78,7 @@ const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 const ACCEPT: u32 = 1;
 
-const RULE_CHAIN: u16 = 2;
+pub(super) const RULE_CHAIN: u16 = 2;
 const RULE_EXPRESSIONS: u16 = 4;
 const RULE_USERDATA: u16 = 7;
 

@@ -365,8 +365,9 @@ impl super::Dataplane for Dataplane {
     async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
         match self {
             Self::Iptables(iptables) => iptables.invalid_dropped().await,
-            // The rule does not count, and the proxy has none.
-            Self::Nftables(_) | Self::Userspace(_) => BTreeMap::new(),
+            Self::Nftables(nftables) => nftables.invalid_dropped().await,
+            // It has no such rule.
+            Self::Userspace(_) => BTreeMap::new(),
         }
     }
 

@@ -4,11 +4,12 @@
 use std::net::{IpAddr, UdpSocket};
 
 use nix::sys::socket::SockProtocol;
+use pointsman_agent::sync::Dataplane as _;
 
 use crate::support::lab::{Lab, NODE, address};
 use crate::support::sctp::raw;
 use crate::support::traffic::{IMPATIENT, Stream};
-use crate::support::world::{IN_KERNEL, World, config};
+use crate::support::world::{FAMILIES, IN_KERNEL, World, config};
 
 /// A segment without data.
 fn segment(from: (IpAddr, u16), to: (IpAddr, u16), sequence: u32, acknowledged: u32) -> Vec<u8> {
@@ -74,6 +75,8 @@ fn a_segment_out_of_the_window_does_not_reach_a_client_from_the_pods_address() {
         let watcher = lab.run("client", move || raw(client, SockProtocol::Tcp).unwrap());
         watcher.set_read_timeout(Some(IMPATIENT)).unwrap();
         assert_eq!(beyond_the_window(&lab, &watcher, &mut stream), None, "{way}: dropped");
+        let counted = world.runtime.block_on(world.dataplane.invalid_dropped());
+        assert_eq!((counted[&FAMILIES[0]], counted[&FAMILIES[1]]), (1, 0), "{way}: counted");
         assert!(stream.answers());
         let mut liberal = config();
         liberal.conntrack.tcp_be_liberal = true;

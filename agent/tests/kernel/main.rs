@@ -8,6 +8,7 @@
 mod support;
 
 mod attack;
+mod churn;
 mod drift;
 mod engine;
 mod health;

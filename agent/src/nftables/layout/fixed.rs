@@ -35,6 +35,8 @@ pub(super) const FRONTEND_TRAFFIC: &str = "frontend-traffic";
 pub(super) const NODE_PORT_TRAFFIC: &str = "nodeport-traffic";
 /// The chain that is rewritten when a prefix length of source ranges appears or goes.
 pub(super) const CHECK_SOURCE_LIST: &str = "check-source-list";
+/// The chain that drops invalid packets; the only rule of it that counts counts them.
+pub const INVALID_DROPPED: &str = "filter-forward";
 /// The chain whose rules name the mark bits that are masqueraded.
 pub(super) const POSTROUTING: &str = "nat-postrouting";
 
@@ -207,7 +209,7 @@ fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
     };
     let mut forward = Vec::new();
     if node.drop_invalid {
-        forward.push(vec![Value::CtState.has(Value::CT_INVALID), drop()]);
+        forward.push(vec![Value::CtState.has(Value::CT_INVALID), Statement::Counter, drop()]);
     }
     if node.family == IpFamily::IPv6 {
         // IPv4 derives it from the type of service before this hook.
@@ -244,7 +246,7 @@ fn hooks(node: &NodePlan, accepted: u32) -> Vec<Rules> {
         nat("nat-prerouting", Hook::Prerouting, NAT, vec![vec![jump("services")]]),
         nat("nat-output", Hook::Output, NAT, vec![vec![jump("services")]]),
         filter("filter-input", Hook::Input, FILTER, vec![new("unserved")]),
-        filter("filter-forward", Hook::Forward, FILTER, forward),
+        filter(INVALID_DROPPED, Hook::Forward, FILTER, forward),
         filter("filter-output", Hook::Output, FILTER, vec![reset(), new("unserved")]),
         nat(POSTROUTING, Hook::Postrouting, SOURCE_NAT, postrouting),
     ];

@@ -80,6 +80,22 @@ pub fn rule(payload: &[u8], family: IpFamily) -> Result<(Name, Result<Rule, Deco
     Ok((chain.into(), rule))
 }
 
+/// What a rule of this chain has counted, if it is of this chain and counts.
+pub fn rule_counter(payload: &[u8], chain: &str) -> Result<Option<Counted>, DecodeError> {
+    let fields = Fields::<8>::new(body(payload)?)?;
+    if string("a chain's name", fields.need(RULE_CHAIN, "a chain")?)? != chain {
+        return Ok(None);
+    }
+    for attribute in attributes(fields.get(RULE_EXPRESSIONS).unwrap_or_default()) {
+        let expression = attribute?.1;
+        let name = Fields::<3>::new(expression)?.need(EXPRESSION_NAME, "a name")?;
+        if string("an expression's name", name)? == COUNTER {
+            return counter(expression).map(Some);
+        }
+    }
+    Ok(None)
+}
+
 /// A set that was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadSet {
