@@ -21,6 +21,15 @@ pub enum Reach {
     Suspects,
 }
 
+/// What the kernel has counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// How many packets.
+    pub packets: u64,
+    /// Their bytes, from the IP header on.
+    pub bytes: u64,
+}
+
 /// A write that succeeded: from here on the kernel holds what the plan says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Synced {

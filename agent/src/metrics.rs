@@ -7,6 +7,7 @@ mod client;
 mod process;
 mod register;
 mod slis;
+mod traffic;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -33,6 +34,7 @@ pub use client::ClientMetrics;
 use process::ProcessMetrics;
 pub use slis::Probe;
 use slis::Slis;
+pub use traffic::Traffic;
 
 type FloatGauge = Gauge<f64, AtomicU64>;
 type Durations = Family<ByFamily, Histogram>;
@@ -134,6 +136,8 @@ pub struct Metrics {
     pub client: ClientMetrics,
     /// What mode userspace counts.
     pub userspace: Counters,
+    /// What the kernel counts for each Service port.
+    pub traffic: Traffic,
     process: ProcessMetrics,
     slis: Slis,
     sync_duration: Durations,
@@ -192,6 +196,7 @@ impl Default for Metrics {
             registry: Registry::default(),
             client: ClientMetrics::default(),
             userspace: Counters::default(),
+            traffic: Traffic::default(),
             process: ProcessMetrics::default(),
             slis: Slis::default(),
             sync_duration: Family::new_with_constructor(sync_histogram),
@@ -237,6 +242,7 @@ impl Default for Metrics {
         metrics.register_own();
         metrics.client.register(&mut metrics.registry);
         metrics.userspace.register(&mut metrics.registry);
+        metrics.traffic.register(&mut metrics.registry);
         metrics.process.register(&mut metrics.registry);
         metrics.build.get_or_create(&BuildLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
         metrics

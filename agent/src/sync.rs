@@ -25,7 +25,7 @@ use pointsman_crds::settings::Mode;
 
 use crate::config::{Assessment, Rejection};
 use crate::conntrack::{Job, Report};
-use crate::kernel::{Reach, SyncError, Synced};
+use crate::kernel::{Counted, Reach, SyncError, Synced};
 use crate::model::{Change, NodeFacts};
 use crate::plan::{Changes, Plan, PortId, PortPlan};
 use crate::state::Source;
@@ -82,6 +82,12 @@ pub trait Dataplane: Send + 'static {
     /// when the rule is written anew.
     fn invalid_dropped(&mut self) -> impl Future<Output = BTreeMap<IpFamily, u64>> + Send {
         std::future::ready(BTreeMap::new())
+    }
+
+    /// What clients have sent to each Service port, as far as the configuration wants that counted; from zero again when its
+    /// frontends are written anew. `None` if it cannot be read now.
+    fn traffic(&mut self) -> impl Future<Output = Option<Vec<(PortId, Counted)>>> + Send {
+        std::future::ready(Some(Vec::new()))
     }
 
     /// Finds out cheaply whether the kernel could be written now, without changing anything.

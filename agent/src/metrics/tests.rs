@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
+use crate::kernel::Counted;
 use crate::plan::{HealthCheck, NoLocal, PortId};
 use crate::state::{FamilyState, Source, WatchState};
 use crate::userspace::counters::Failure;
@@ -31,6 +32,7 @@ fn eventful() -> Metrics {
     let proxied = metrics.userspace.of(&port_id());
     proxied.connections.inc();
     proxied.failed(Failure::Refused);
+    metrics.traffic.set(&[(port_id(), Counted { packets: 3, bytes: 180 })]);
     metrics.client.answered("10.0.0.1:6443", &http::Method::GET, Some(200), Duration::from_millis(30));
     metrics.client.answered("10.0.0.1:6443", &http::Method::PATCH, None, Duration::from_secs(10));
     metrics
@@ -91,6 +93,8 @@ async fn names_are_the_ones_that_dashboards_know() {
         "pointsman_config_info{mode=\"\",assigned=\"\",active=\"default-0123456789\"} 1",
         "pointsman_userspace_connections_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\"} 1",
         "pointsman_userspace_failures_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\",reason=\"refused\"} 1",
+        "pointsman_service_packets_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\"} 3",
+        "pointsman_service_bytes_total{service=\"ns/web:http\",protocol=\"TCP\",ip_family=\"IPv4\"} 180",
         "rest_client_requests_total{code=\"200\",host=\"10.0.0.1:6443\",method=\"GET\"} 1",
         "rest_client_requests_total{code=\"<error>\",host=\"10.0.0.1:6443\",method=\"PATCH\"} 1",
         "rest_client_request_duration_seconds_bucket{host=\"10.0.0.1:6443\",verb=\"GET\",le=\"0.1\"} 1",
@@ -99,6 +103,7 @@ async fn names_are_the_ones_that_dashboards_know() {
     }
     assert!(!text.contains("_total_total"), "{text}");
     metrics.userspace.of(&port_id()).forget();
+    metrics.traffic.set(&[]);
     assert!(!render(&metrics, &state()).contains("ns/web"), "a Service that is gone leaves no series");
     metrics.drained();
     assert!(render(&metrics, &state()).contains("service_changes_pending 0"));

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::error::Error;
 use super::probe::probe;
 use super::read::Installed;
-use super::ruleset::{Counted, Operation, Origin, Table, Transaction};
+use super::ruleset::{Counted, Operation, Origin, Ruleset, Table, Transaction};
 use crate::netlink::OffThread;
 
 /// Writes and reads tables, one request after the other.
@@ -64,6 +64,12 @@ impl Client {
     pub async fn read(&mut self, table: &Table) -> Result<Option<Installed>, Error> {
         let table = table.clone();
         self.with(move |connection| connection.read(&table)).await
+    }
+
+    /// See [`Connection::elements`].
+    pub async fn elements(&mut self, table: &Table, sets: &'static [&'static str]) -> Result<Ruleset, Error> {
+        let table = table.clone();
+        self.with(move |connection| connection.elements(&table, sets)).await
     }
 
     /// See [`Connection::counted`].

@@ -21,7 +21,7 @@ use super::read::Installed;
 use super::ruleset::{Elements, Origin, Ruleset, Transaction};
 use super::watch::Watches;
 use crate::conntrack::Target;
-use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
+use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, NodePlan, Plan, PortId};
 
 /// How long packets that carry a mark may be on their way through the node.
@@ -288,6 +288,22 @@ impl Dataplane {
             }
         }
         dropped
+    }
+
+    /// What clients have sent to each Service port since its frontends are in the table; nothing where that is not counted.
+    /// `None` if it cannot be read now.
+    pub async fn traffic(&mut self) -> Option<Vec<(PortId, Counted)>> {
+        let mut all = Vec::new();
+        for (family, known) in self.known.iter().filter(|(_, known)| known.state.counts()) {
+            match self.client.elements(&table(*family), &layout::TRAFFIC).await {
+                Ok(read) => all.extend(known.state.traffic(&read).map(|(id, counted)| (id.clone(), counted))),
+                Err(error) => {
+                    debug!(?family, "what was counted cannot be read: {error}");
+                    return None;
+                }
+            }
+        }
+        Some(all)
     }
 
     /// Finds out whether the kernel could be written now, by a question that only those who may write can ask.

@@ -69,6 +69,15 @@ impl Connection {
 }
 
 impl Connection {
+    /// The elements of some sets, and nothing else. Changes meanwhile may be seen or not.
+    pub fn elements(&mut self, table: &Table, sets: &[&'static str]) -> Result<Ruleset, Error> {
+        let mut reading = Reading::new(table);
+        for set in sets {
+            reading.elements(self, &Name::from(*set), false, false, None)?;
+        }
+        Ok(reading.installed.ruleset)
+    }
+
     /// What the first rule of a chain that counts has counted; `None` if there is none.
     pub fn counted(&mut self, table: &Table, chain: &str) -> Result<Option<Counted>, Error> {
         let mut found = None;

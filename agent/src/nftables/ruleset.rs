@@ -57,7 +57,8 @@ use std::collections::BTreeMap;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-pub use element::{Counted, Element, ElementValue, Extra, SCTP, TCP, Tuple, UDP};
+pub use crate::kernel::Counted;
+pub use element::{Element, ElementValue, Extra, SCTP, TCP, Tuple, UDP};
 pub use elements::Elements;
 pub use rule::{
     DynamicOperation, Operator, Rule, Statement, Verdict, VerdictMap, drop, goto, jump, return_, set_mark,

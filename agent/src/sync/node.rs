@@ -16,7 +16,7 @@ use super::{Opened, Platform};
 use crate::config::Rejection;
 use crate::conntrack::{self, Job, Report};
 use crate::iptables::{self, Connections, Tools};
-use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
+use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::nftables;
@@ -359,6 +359,13 @@ impl super::Dataplane for Dataplane {
             // Without an endpoint, flows to the proxy are to meet the rule that refuses them.
             Self::Userspace(userspace) if !port.serving.is_empty() => userspace.flow_endpoints(id),
             _ => port.serving_sockets(),
+        }
+    }
+
+    async fn traffic(&mut self) -> Option<Vec<(PortId, Counted)>> {
+        match self {
+            Self::Nftables(nftables) => nftables.traffic().await,
+            _ => Some(Vec::new()),
         }
     }
 

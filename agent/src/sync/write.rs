@@ -272,7 +272,7 @@ impl<P: Platform> Engine<P> {
         {
             self.state.localhost = self.platform.serve_localhost(&running.plan, Some(&Changes::default()));
         }
-        self.count_dropped().await;
+        self.count_packets().await;
         if differences.is_empty() {
             self.state.drift.differs = false;
             self.state.drift.error = None;
@@ -301,9 +301,12 @@ impl<P: Platform> Engine<P> {
         }
     }
 
-    /// Adds up what the kernel counts, which begins anew when a rule does.
-    async fn count_dropped(&mut self) {
+    /// Takes over what the kernel has counted, and adds up what begins anew when a rule does.
+    async fn count_packets(&mut self) {
         let Some(running) = self.running.as_mut() else { return };
+        if let Some(traffic) = running.dataplane.traffic().await {
+            self.outside.metrics.traffic.set(&traffic);
+        }
         for (family, count) in running.dataplane.invalid_dropped().await {
             let before = self.invalid_dropped.insert(family, count).unwrap_or_default();
             self.state.invalid_dropped += if count < before { count } else { count - before };

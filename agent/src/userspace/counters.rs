@@ -17,8 +17,9 @@ use crate::metrics::family_word;
 use crate::model::Protocol;
 use crate::plan::PortId;
 
+/// Labels that name a Service port.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ByPort {
+pub(crate) struct ByPort {
     service: String,
     protocol: &'static str,
     ip_family: &'static str,
@@ -144,8 +145,7 @@ impl Counters {
     /// The counters of a Service port.
     #[must_use]
     pub fn of(&self, id: &PortId) -> PortCounters {
-        let label =
-            ByPort { service: id.text(), protocol: word(id.protocol), ip_family: family_word(id.family) };
+        let label = ByPort::of(id);
         let bytes = |direction| self.bytes.get_or_create_owned(&label.direction(direction));
         PortCounters {
             connections: self.connections.get_or_create_owned(&label),
@@ -167,6 +167,11 @@ fn word(protocol: Protocol) -> &'static str {
 }
 
 impl ByPort {
+    /// The labels of this one.
+    pub(crate) fn of(id: &PortId) -> Self {
+        Self { service: id.text(), protocol: word(id.protocol), ip_family: family_word(id.family) }
+    }
+
     fn direction(&self, direction: &'static str) -> ByDirection {
         let Self { service, protocol, ip_family } = self.clone();
         ByDirection { service, protocol, ip_family, direction }

@@ -1,11 +1,9 @@
 //! Mode nftables over time: restarts, failures, live settings, and the way from and to mode iptables.
 
 use pointsman_agent::iptables::{Connections, Flavour, cleanup};
-use pointsman_agent::kernel::SyncFailure;
+use pointsman_agent::kernel::{Counted, SyncFailure};
 use pointsman_agent::nftables;
-use pointsman_agent::nftables::connection::Connection;
-use pointsman_agent::nftables::layout;
-use pointsman_agent::nftables::ruleset::Counted;
+use pointsman_agent::sync::Dataplane as _;
 use serde_json::json;
 
 use crate::lifecycle::{Traffic, cluster_ip, loaded, spec};
@@ -143,36 +141,34 @@ fn counters_count_what_clients_send_to_each_service_port() {
     counting.nftables.counters = true;
     world.configure(counting);
     world.settle();
-    let traffic = |world: &World, v6: bool| {
-        let family = FAMILIES[usize::from(v6)];
-        let (plan, table) = (&world.plan, layout::table(family));
-        let read = lab.run(NODE, move || Connection::open().unwrap().read(&table).unwrap().unwrap().ruleset);
-        let state = layout::State::adopt(plan, plan.node(family).unwrap(), &read);
-        let counted: Vec<_> = state.traffic(&read).map(|(id, counted)| (id.text(), counted)).collect();
-        let [(name, counted)] = &counted[..] else { panic!("{counted:?}") };
-        assert_eq!(name, "ns/web:web");
+    let traffic = |world: &mut World, v6: bool| {
+        let mut counted = world.runtime.block_on(world.dataplane.traffic()).unwrap();
+        counted.retain(|(id, _)| id.family == FAMILIES[usize::from(v6)]);
+        let [(id, counted)] = &counted[..] else { panic!("{counted:?}") };
+        assert_eq!(id.text(), "ns/web:web");
         *counted
     };
-    assert_eq!(traffic(&world, false), Counted::default());
+    assert_eq!(traffic(&mut world, false), Counted::default());
     assert!(matches!(lab.udp("client", cluster_ip()), Answer::Refused), "another protocol is not counted");
-    assert_eq!(traffic(&world, false), Counted::default());
+    assert_eq!(traffic(&mut world, false), Counted::default());
     assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
-    let first = traffic(&world, false);
+    let first = traffic(&mut world, false);
     // At least SYN, ACK and FIN, with headers of at least 40 bytes.
     assert!(first.packets >= 3 && first.bytes >= first.packets * 40, "{first:?}");
     // Also at the NodePort, from the node, and after the endpoints have changed.
     world.endpoints("web", &["b"]);
     world.settle();
     for (from, to) in [("client", (address(NODE, false), 30080).into()), (NODE, cluster_ip())] {
-        let before = traffic(&world, false);
+        let before = traffic(&mut world, false);
         assert!(matches!(lab.tcp(from, to), Answer::From(..)));
-        let after = traffic(&world, false);
+        let after = traffic(&mut world, false);
         assert!(after.packets >= before.packets + 3, "{from}: {before:?} {after:?}");
     }
-    assert_eq!(traffic(&world, true), Counted::default());
+    assert_eq!(traffic(&mut world, true), Counted::default());
     assert!(matches!(lab.tcp("client", (address(NODE, true), 30080)), Answer::From(..)));
-    assert!(traffic(&world, true).packets >= 3);
+    assert!(traffic(&mut world, true).packets >= 3);
     world.configure(config());
     world.settle();
     assert!(!lab.node("nft list table ip pointsman").contains("traffic"), "off again");
+    assert_eq!(world.runtime.block_on(world.dataplane.traffic()), Some(Vec::new()));
 }

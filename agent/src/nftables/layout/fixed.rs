@@ -33,6 +33,8 @@ pub(super) const SERVICE_CIDRS: &str = "service-cidrs";
 pub(super) const FRONTEND_TRAFFIC: &str = "frontend-traffic";
 /// The same for NodePorts.
 pub(super) const NODE_PORT_TRAFFIC: &str = "nodeport-traffic";
+/// The sets that count.
+pub const TRAFFIC: [&str; 2] = [FRONTEND_TRAFFIC, NODE_PORT_TRAFFIC];
 /// The chain that is rewritten when a prefix length of source ranges appears or goes.
 pub(super) const CHECK_SOURCE_LIST: &str = "check-source-list";
 /// The chain that drops invalid packets; the only rule of it that counts counts them.

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::rule::Verdict;
+use crate::kernel::Counted;
 
 /// The number of a transport protocol.
 pub const TCP: u8 = 6;
@@ -203,15 +204,6 @@ pub struct Extra {
     pub comment: Option<String>,
     /// What it has counted. Only read, never written.
     pub counted: Option<Counted>,
-}
-
-/// What packets have found an element.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
-    /// How many.
-    pub packets: u64,
-    /// Their bytes, from the IP header on.
-    pub bytes: u64,
 }
 
 impl Element {
