@@ -45,7 +45,11 @@ async fn adopt_all(name: &str) -> Result<()> {
 }
 
 async fn adopt(cluster: &Cluster, web: &Workload<'_>, from: &str, to: &str) -> Result<()> {
-    expect(cluster, (from == "iptables").then_some("KUBE-SVC-"), from == "nftables", false).await?;
+    // It answers for its health before it has written anything.
+    eventually(PATIENCE, &format!("the rules of kube-proxy in mode {from}"), async || {
+        expect(cluster, (from == "iptables").then_some("KUBE-SVC-"), from == "nftables", false).await
+    })
+    .await?;
     let traffic = Traffic::start(cluster, web, NODE).await?;
     for node in cluster.nodes() {
         let proxy = Component::KubeProxy(node.name().to_owned());
