@@ -224,3 +224,11 @@ pub fn ne_u16(what: &'static str, value: &[u8]) -> Result<u16, WireError> {
 pub fn ne_u32(what: &'static str, value: &[u8]) -> Result<u32, WireError> {
     exactly(what, value).map(u32::from_ne_bytes)
 }
+
+/// Bytes from their hexadecimal digits, which blanks may part.
+#[cfg(test)]
+pub(crate) fn hex(text: &str) -> Vec<u8> {
+    let digits: Vec<_> = text.split_whitespace().flat_map(str::bytes).collect();
+    let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
+    digits.chunks(2).map(byte).collect()
+}

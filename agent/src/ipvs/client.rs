@@ -209,18 +209,11 @@ impl Connection {
         &mut self,
         what: &'static str,
         request: impl FnOnce(u32) -> Vec<u8>,
-        mut each: impl FnMut(&[u8]) -> Result<(), WireError>,
+        each: impl FnMut(&[u8]) -> Result<(), WireError>,
     ) -> Result<bool, Error> {
         let sequence = self.socket.next_sequence();
-        let mut result = Ok(());
-        let undisturbed = self.socket.list(sequence, &request(sequence), |payload| {
-            if result.is_ok() {
-                result = each(payload);
-            }
-        });
-        let undisturbed = undisturbed.map_err(|error| Error::not_told(what, &error))?;
-        result?;
-        Ok(undisturbed)
+        let read = self.socket.list(sequence, &request(sequence), each);
+        Ok(read.map_err(|error| Error::not_told(what, &error))??)
     }
 
     fn ask(&mut self, what: &'static str, request: fn(u16, u32) -> Vec<u8>) -> Result<Vec<u8>, Error> {

@@ -22,7 +22,7 @@ use thiserror::Error;
 use tokio::task::JoinError;
 
 use crate::model::family_of;
-use crate::netlink::socket::explained;
+use crate::netlink::socket::{explained, summary};
 use crate::netlink::{Encoder, Refused, Socket, SocketError, WireError};
 use route::Listed;
 
@@ -90,7 +90,7 @@ pub enum DeviceError {
         errno: Errno,
     },
     /// The kernel refused some changes. All others were made.
-    #[error("{}", refusals(.0))]
+    #[error("{}", summary(.0, "a route"))]
     Refused(Vec<Refusal>),
     /// The socket failed, or the kernel does not tell; which changes were made is unknown.
     #[error("{doing}: {}; the next sync tries again", io::Error::from(*errno))]
@@ -129,14 +129,6 @@ pub struct Refusal {
     pub errno: Errno,
     /// What the kernel says about it.
     pub detail: Option<String>,
-}
-
-fn refusals(refusals: &[Refusal]) -> String {
-    match refusals {
-        [] => "the kernel refused a route".to_owned(),
-        [first] => format!("the kernel refused {first}"),
-        [first, rest @ ..] => format!("the kernel refused {first}; and {} more", rest.len()),
-    }
 }
 
 /// The changes that make what there is into what is wanted: `wanted` addresses are local, with these `sources` by family, and
@@ -269,18 +261,11 @@ impl Device {
     fn list(
         &mut self,
         request: impl FnOnce(u32) -> Vec<u8>,
-        mut each: impl FnMut(&[u8]) -> Result<(), WireError>,
+        each: impl FnMut(&[u8]) -> Result<(), WireError>,
     ) -> Result<bool, DeviceError> {
         let sequence = self.socket.next_sequence();
-        let mut result = Ok(());
-        let undisturbed = self.socket.list(sequence, &request(sequence), |payload| {
-            if result.is_ok() {
-                result = each(payload);
-            }
-        });
-        let undisturbed = undisturbed.map_err(|error| failed("reading local routes", &error))?;
-        result?;
-        Ok(undisturbed)
+        let read = self.socket.list(sequence, &request(sequence), each);
+        Ok(read.map_err(|error| failed("reading local routes", &error))??)
     }
 }
 

@@ -6,7 +6,7 @@ use nix::errno::Errno;
 use thiserror::Error;
 use tokio::task::JoinError;
 
-use crate::netlink::socket::explained;
+use crate::netlink::socket::{explained, summary};
 use crate::netlink::{SocketError, WireError};
 
 /// Why something was not written or read.
@@ -27,7 +27,7 @@ pub enum Error {
         errno: Errno,
     },
     /// The kernel refused these changes. All others were made.
-    #[error("{}", refusals(.0))]
+    #[error("{}", summary(.0, "a change"))]
     Refused(Vec<Refusal>),
     /// The kernel does not tell what it has.
     #[error("the kernel does not tell its {what}: {}", advice(*.errno))]
@@ -77,15 +77,6 @@ pub struct Refusal {
     pub errno: Errno,
     /// What the kernel says about it.
     pub detail: Option<String>,
-}
-
-/// The first one is the cause; others may follow from it.
-fn refusals(refusals: &[Refusal]) -> String {
-    match refusals {
-        [] => "the kernel refused a change".to_owned(),
-        [first] => format!("the kernel refused {first}"),
-        [first, rest @ ..] => format!("the kernel refused {first}; and {} more", rest.len()),
-    }
 }
 
 /// The error, and what to do about it.

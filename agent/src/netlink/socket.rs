@@ -4,6 +4,7 @@
 //! answer: the kernel works on a request inside of the call that sends it, so waiting for readiness would be no gain.
 //! [`OffThread`](super::OffThread) moves it off the async threads.
 
+use std::fmt::Display;
 use std::os::fd::AsRawFd;
 
 use nix::errno::Errno;
@@ -51,6 +52,15 @@ pub enum SocketError {
 /// What the kernel says about an error, in brackets.
 pub(crate) fn explained(detail: Option<&String>) -> String {
     detail.map_or(String::new(), |detail| format!(" ({detail})"))
+}
+
+/// Several refusals in words: the first one is the cause; others may follow from it. `nothing` is what was refused if there is none.
+pub(crate) fn summary(refusals: &[impl Display], nothing: &str) -> String {
+    match refusals {
+        [] => format!("the kernel refused {nothing}"),
+        [first] => format!("the kernel refused {first}"),
+        [first, rest @ ..] => format!("the kernel refused {first}; and {} more", rest.len()),
+    }
 }
 
 impl SocketError {
@@ -155,15 +165,16 @@ impl Socket {
         }
     }
 
-    /// Sends the request of this number for a list, and hands the payload of each of its entries to `each`; whether nothing
-    /// has disturbed it. The list is read to its end in any case: a socket has only one at a time.
-    pub fn list(
+    /// Sends the request of this number for a list, and hands the payload of each of its entries to `each` until that fails; whether
+    /// nothing has disturbed it, or how `each` failed. The list is read to its end in any case: a socket has only one at a time.
+    pub fn list<E>(
         &mut self,
         sequence: u32,
         request: &[u8],
-        mut each: impl FnMut(&[u8]),
-    ) -> Result<bool, SocketError> {
+        mut each: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<Result<bool, E>, SocketError> {
         self.send(request)?;
+        let mut read = Ok(());
         let mut undisturbed = true;
         loop {
             let datagram = self.receive(MsgFlags::empty()).map_err(reading)?;
@@ -174,11 +185,12 @@ impl Socket {
                 }
                 undisturbed &= !message.interrupted;
                 match message.body {
-                    Body::Done(0) => return Ok(undisturbed),
+                    Body::Done(0) => return Ok(read.map(|()| undisturbed)),
                     Body::Done(code) => return Err(refused(code, false, &[])),
                     Body::Outcome { code, rest } => return Err(refused(code, message.explained, rest)),
                     Body::Overrun => undisturbed = false,
-                    Body::Other { payload, .. } => each(payload),
+                    Body::Other { payload, .. } if read.is_ok() => read = each(payload),
+                    Body::Other { .. } => {}
                 }
             }
         }

@@ -131,19 +131,12 @@ impl Connection {
         table: &Table,
         what: &'static str,
         fill: impl FnOnce(&mut Encoder),
-        mut each: impl FnMut(&[u8]) -> Result<(), Error>,
+        each: impl FnMut(&[u8]) -> Result<(), Error>,
     ) -> Result<bool, Error> {
         let sequence = self.socket.next_sequence();
         let mut encoder = Encoder::default();
         encoder.message(Header::new(kind, REQUEST | DUMP, sequence, table.family), fill);
-        let mut result = Ok(());
-        let undisturbed = self.socket.list(sequence, &encoder.finish(), |payload| {
-            if result.is_ok() {
-                result = each(payload);
-            }
-        });
-        let undisturbed = undisturbed.map_err(|error| not_listed(what, error))?;
-        result.map(|()| undisturbed)
+        self.socket.list(sequence, &encoder.finish(), each).map_err(|error| not_listed(what, error))?
     }
 }
 

@@ -8,7 +8,7 @@ use tokio::task::JoinError;
 
 use super::ruleset::Origin;
 use super::wire::DecodeError;
-use crate::netlink::socket::explained;
+use crate::netlink::socket::{explained, summary};
 use crate::netlink::{SocketError, WireError};
 
 /// Why something was not written or read.
@@ -29,7 +29,7 @@ pub enum Error {
     #[error("the kernel refused the transaction: {}", advice(*.0))]
     RefusedWhole(Errno),
     /// The kernel refused these operations, and with them the transaction; nothing has changed.
-    #[error("{}", refusals(.0))]
+    #[error("{}", summary(.0, "the transaction"))]
     Refused(Vec<Refusal>),
     /// The kernel does not list what it has.
     #[error("the kernel does not list its {what}: {}", advice(*.errno))]
@@ -84,15 +84,6 @@ pub struct Refusal {
     pub errno: Errno,
     /// What the kernel says about it.
     pub detail: Option<String>,
-}
-
-/// The first one is the cause; others may follow from it.
-fn refusals(refusals: &[Refusal]) -> String {
-    match refusals {
-        [] => "the kernel refused the transaction".to_owned(),
-        [first] => format!("the kernel refused {first}"),
-        [first, rest @ ..] => format!("the kernel refused {first}; and {} more", rest.len()),
-    }
 }
 
 /// The error, and what to do about it.

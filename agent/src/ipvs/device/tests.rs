@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::netlink::{ACK, Body, REQUEST, messages};
+use crate::netlink::{ACK, Body, REQUEST, hex, messages};
 
 const DEVICE: u32 = 7;
 
@@ -110,12 +110,6 @@ fn payloads(bytes: &[u8]) -> Vec<(u16, Vec<u8>)> {
         other => panic!("{other:?}"),
     };
     messages(bytes).map(each).collect()
-}
-
-fn hex(text: &str) -> Vec<u8> {
-    let digits: Vec<_> = text.split_whitespace().flat_map(str::bytes).collect();
-    let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
-    digits.chunks(2).map(byte).collect()
 }
 
 /// By hand from the headers, on a machine with little-endian numbers.

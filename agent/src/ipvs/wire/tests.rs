@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::ipvs::server::{InstalledReal, ONE_PACKET, SCHEDULER_PORT, Settings};
 use crate::model::Protocol;
-use crate::netlink::{ACK, Body, Message, messages};
+use crate::netlink::{ACK, Body, Message, hex, messages};
 
 const ID: u16 = 0x1c;
 
@@ -25,12 +25,6 @@ fn written(done: &Operation) -> Vec<u8> {
 fn server(persistence: Option<Persistence>, flags: u32) -> VirtualServer {
     let key = Key::new(Protocol::Tcp, [10, 96, 0, 10].into(), 80);
     VirtualServer { key, settings: Settings { scheduler: "rr".into(), flags, persistence } }
-}
-
-fn hex(text: &str) -> Vec<u8> {
-    let digits: Vec<_> = text.split_whitespace().flat_map(str::bytes).collect();
-    let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
-    digits.chunks(2).map(byte).collect()
 }
 
 /// By hand from linux/ip_vs.h and linux/genetlink.h, on a machine with little-endian numbers.
