@@ -22,7 +22,7 @@ const BUDGET: usize = 1600;
 
 /// What must change.
 #[derive(Debug, Default)]
-pub(super) struct Batch {
+pub(crate) struct Batch {
     /// In nat: chains that mark and masquerade.
     pub masquerade: Chains,
     /// In nat: the chains of Service ports, those of one together.
@@ -53,7 +53,7 @@ pub(super) struct Batch {
 
 /// Input of one run of `iptables-restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Script {
+pub(crate) struct Script {
     /// The text.
     pub text: String,
     /// Rules that it adds, in nat and in filter.
@@ -62,7 +62,7 @@ pub(super) struct Script {
 
 impl Batch {
     /// The scripts, in the order in which they must run.
-    pub(super) fn scripts(&self, flavour: Flavour) -> Vec<Script> {
+    pub(crate) fn scripts(&self, flavour: Flavour) -> Vec<Script> {
         let small = flavour == Flavour::Legacy || self.weight() <= BUDGET;
         if small { self.one_script() } else { self.many_scripts() }
     }
@@ -192,7 +192,7 @@ fn chunks<T>(items: impl Iterator<Item = T>) -> Vec<Vec<T>> {
 
 /// What one transaction does to one table.
 #[derive(Debug)]
-pub(super) struct Section {
+pub(crate) struct Section {
     table: &'static str,
     declared: String,
     body: String,
@@ -202,7 +202,7 @@ pub(super) struct Section {
 }
 
 impl Section {
-    pub(super) fn new(table: &'static str) -> Self {
+    pub(crate) fn new(table: &'static str) -> Self {
         Self {
             table,
             declared: String::new(),
@@ -214,7 +214,7 @@ impl Section {
     }
 
     /// Makes a chain hold these rules and nothing else.
-    pub(super) fn chain(&mut self, name: ChainName, rules: &[Rule]) {
+    pub(crate) fn chain(&mut self, name: ChainName, rules: &[Rule]) {
         let _ = writeln!(self.declared, ":{name} - [0:0]");
         for rule in rules {
             let _ = writeln!(self.body, "-A {name} {rule}");
@@ -230,7 +230,7 @@ impl Section {
     }
 
     /// Empties and removes chains.
-    pub(super) fn remove<'a>(&mut self, chains: impl IntoIterator<Item = &'a ChainName>) {
+    pub(crate) fn remove<'a>(&mut self, chains: impl IntoIterator<Item = &'a ChainName>) {
         for name in chains {
             self.chain(*name, &[]);
             let _ = writeln!(self.removed, "-X {name}");
@@ -258,13 +258,13 @@ impl Section {
     }
 
     /// Takes one rule from a chain.
-    pub(super) fn delete_rule(&mut self, chain: &str, rule: &str) {
+    pub(crate) fn delete_rule(&mut self, chain: &str, rule: &str) {
         let _ = writeln!(self.body, "-D {chain} {rule}");
         self.lines += 1;
     }
 
     /// Puts ways in at the head of the built-in chains.
-    pub(super) fn insert<'a>(&mut self, jumps: impl IntoIterator<Item = &'a Jump>) {
+    pub(crate) fn insert<'a>(&mut self, jumps: impl IntoIterator<Item = &'a Jump>) {
         for jump in jumps.into_iter().filter(|jump| jump.table == self.table) {
             let _ = writeln!(self.body, "-I {} 1 {}", jump.from, jump.rule());
             self.lines += 1;
@@ -273,13 +273,13 @@ impl Section {
     }
 
     /// Adds one rule at the end of a chain that is not ours.
-    pub(super) fn append_rule(&mut self, chain: &str, rule: &str) {
+    pub(crate) fn append_rule(&mut self, chain: &str, rule: &str) {
         let _ = writeln!(self.body, "-A {chain} {rule}");
         self.lines += 1;
     }
 
     /// Adds the section to a script, unless it does nothing.
-    pub(super) fn finish(self, script: &mut Script) {
+    pub(crate) fn finish(self, script: &mut Script) {
         if self.lines == 0 {
             return;
         }

@@ -8,10 +8,11 @@
 use std::sync::Mutex;
 
 use pointsman_crds::proxy_node_status::IpFamily;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use super::batch::{Batch, Script, Section};
-use super::dataplane::{Failure, Runner, SAVE_TIMEOUT, Written, failure};
+use super::dataplane::Written;
+use super::runner::{Failure, Runner, failure};
 use super::saved::{ours_in_filter, ours_in_nat};
 use super::sets::Set;
 use super::shared::{ANCHOR_CHAIN, ANCHOR_RULE, JUMPS};
@@ -87,13 +88,7 @@ async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<
         runner.write(batch, false, &mut Written::default()).await?;
     }
     runner.remove_mangle_canary().await;
-    for set in Set::ALL {
-        let name = set.name(runner.family());
-        // One that is not there, or no tool to remove it with, is no error.
-        if let Err(error) = runner.tools().run("ipset", &["destroy", name], None, SAVE_TIMEOUT).await {
-            debug!(set = name, %error, "set not removed");
-        }
-    }
+    runner.destroy_sets::<Set>().await;
     Ok(anchored)
 }
 

@@ -8,7 +8,7 @@
 //! What others have changed is found by [`Dataplane::verify`] and written by [`Dataplane::repair`], chain by chain.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -16,11 +16,13 @@ use tracing::{debug, info, warn};
 
 use super::batch::{Batch, Script, Section};
 use super::ear::Ear;
+use super::ipset::Kind as _;
 use super::names::ChainName;
-use super::saved::{Comparison, Saved};
+use super::runner::{DEFAULT_LOCK_WAIT, Failure, Runner, classify, failure, lock};
+use super::saved::Comparison;
 use super::sets::{self, Set, SetChanges};
 use super::state::{Differences, Read, State, Texts};
-use super::tools::{Flavour, RunError, Tools};
+use super::tools::{Flavour, Tools};
 use crate::conntrack::Target;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::netfilter::Notices;
@@ -28,11 +30,6 @@ use crate::plan::{Changes, NodePlan, Plan};
 
 /// How long packets that carry a mark may be on their way through the node.
 const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
-/// How long a restore may take, besides waiting for the lock.
-const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
-pub(super) const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
-/// Lock wait, in seconds, where no configuration says otherwise.
-const DEFAULT_LOCK_WAIT: u32 = 5;
 
 /// The rules of one node.
 #[derive(Debug)]
@@ -140,7 +137,7 @@ impl Dataplane {
         self.found.remove(&family);
         self.equal.remove(&family);
         let lock_wait = plan.config().iptables.lock_timeout_seconds;
-        let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
+        let runner = Runner::new(&self.tools, &self.ear, family).waiting(lock_wait);
         // Taken out, so that it stays unknown if the write fails or is cancelled.
         let state = if let Some(mut state) = self.states.remove(&family) {
             let batch = state.advance(plan, node, changes);
@@ -156,7 +153,7 @@ impl Dataplane {
     }
 
     fn runner(&self, family: IpFamily, lock_wait: u32) -> Runner<'_> {
-        Runner { tools: &self.tools, ear: &self.ear, family, lock_wait }
+        Runner::new(&self.tools, &self.ear, family).waiting(lock_wait)
     }
 
     /// Reads the kernel and says in which chains it differs from what was last written, or, if that is unknown, from the
@@ -193,8 +190,8 @@ impl Dataplane {
             return false;
         }
         let runner = self.runner(family, DEFAULT_LOCK_WAIT);
-        for set in Set::ALL.into_iter().filter(|_| state.uses_sets()) {
-            if runner.set_size(set).await != Some(state.set_size(set)) {
+        for set in Set::ALL.iter().copied().filter(|_| state.uses_sets()) {
+            if runner.set_size(&set.name(family)).await != Some(state.set_size(set)) {
                 return false;
             }
         }
@@ -250,7 +247,7 @@ impl Dataplane {
             // Taken out, so that it is read back if this fails.
             let Some(state) = self.states.remove(&family) else { continue };
             let lock_wait = plan.config().iptables.lock_timeout_seconds;
-            let runner = Runner { tools: &self.tools, ear: &self.ear, family, lock_wait };
+            let runner = Runner::new(&self.tools, &self.ear, family).waiting(lock_wait);
             let batch = differences.into_batch();
             match runner.repair(batch, state.uses_sets()).await {
                 Ok(()) => {
@@ -273,95 +270,7 @@ impl Dataplane {
     }
 }
 
-/// Runs the tools for one family.
-pub(super) struct Runner<'a> {
-    tools: &'a Tools,
-    ear: &'a Mutex<Ear>,
-    family: IpFamily,
-    lock_wait: u32,
-}
-
-/// Why a family could not be written.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
-    #[error(transparent)]
-    Run(#[from] RunError),
-    #[error(
-        "table {table} holds rules that {command} cannot show; remove what other programs have put there"
-    )]
-    Incompatible { table: &'static str, command: String },
-    #[error("the rules differ after they were written: {0}; they are compared again at the next attempt")]
-    ReadBack(String),
-}
-
-pub(super) fn failure(family: IpFamily, error: &Failure) -> SyncError {
-    SyncError { family, failure: classify(error), message: error.to_string() }
-}
-
-fn classify(error: &Failure) -> SyncFailure {
-    match error {
-        Failure::Run(RunError::Start { .. }) => SyncFailure::ToolMissing,
-        Failure::Run(RunError::Failed { message, .. }) if message.contains("xtables lock") => {
-            SyncFailure::LockTimeout
-        }
-        Failure::Run(RunError::Failed { .. }) | Failure::ReadBack(_) => SyncFailure::RestoreFailed,
-        Failure::Run(RunError::Timeout { .. }) | Failure::Incompatible { .. } => SyncFailure::SyncFailed,
-    }
-}
-
-impl<'a> Runner<'a> {
-    /// For a run without a configuration.
-    pub(super) fn new(tools: &'a Tools, ear: &'a Mutex<Ear>, family: IpFamily) -> Self {
-        Self { tools, ear, family, lock_wait: DEFAULT_LOCK_WAIT }
-    }
-
-    pub(super) fn family(&self) -> IpFamily {
-        self.family
-    }
-
-    pub(super) fn tools(&self) -> &Tools {
-        self.tools
-    }
-
-    pub(super) async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
-        self.print(table).await.map(Saved::parse)
-    }
-
-    async fn print(&self, table: &'static str) -> Result<String, Failure> {
-        let command = self.tools.command(self.family, "-save");
-        let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
-        if text.contains("is incompatible, use 'nft' tool") {
-            return Err(Failure::Incompatible { table, command });
-        }
-        Ok(text)
-    }
-
-    pub(super) async fn restore(&self, script: &Script) -> Result<(), Failure> {
-        let command = self.tools.command(self.family, "-restore");
-        let wait = self.lock_wait.to_string();
-        let args = ["--noflush", "--counters", "-w", &wait];
-        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
-        let (_, process) = self.tools.run_as(&command, &args, Some(&script.text), timeout).await?;
-        lock(self.ear).listen(process);
-        Ok(())
-    }
-
-    async fn restore_nothing(&self) -> Result<(), Failure> {
-        let command = self.tools.command(self.family, "-restore");
-        let wait = self.lock_wait.to_string();
-        let mut args = vec!["--noflush", "-w", &wait];
-        let mut input = "*nat\nCOMMIT\n";
-        if self.tools.flavour() == Flavour::Legacy {
-            args.push("--test");
-            // It fetches the whole table even so, and this one is small.
-            input = "*filter\nCOMMIT\n";
-        }
-        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
-        let (_, process) = self.tools.run_as(&command, &args, Some(input), timeout).await?;
-        lock(self.ear).listen(process);
-        Ok(())
-    }
-
+impl Runner<'_> {
     pub(super) async fn write(
         &self,
         mut batch: Batch,
@@ -370,9 +279,9 @@ impl<'a> Runner<'a> {
     ) -> Result<(), Failure> {
         let sets = std::mem::take(&mut batch.sets);
         if use_sets {
-            self.change_sets(&sets.before(self.family, false)).await?;
+            self.change_sets(&sets.before(self.family(), false)).await?;
         }
-        let scripts = batch.scripts(self.tools.flavour());
+        let scripts = batch.scripts(self.tools().flavour());
         // While a tool holds all rules, we need not hold them twice.
         drop(batch);
         for script in scripts {
@@ -381,7 +290,7 @@ impl<'a> Runner<'a> {
             written.rules.1 += script.rules.1;
         }
         if use_sets {
-            self.change_sets(&sets.after(self.family)).await?;
+            self.change_sets(&sets.after(self.family())).await?;
         }
         Ok(())
     }
@@ -389,50 +298,31 @@ impl<'a> Runner<'a> {
     /// As [`Self::write`], where even the sets may be gone.
     async fn repair(&self, batch: Batch, use_sets: bool) -> Result<(), Failure> {
         if use_sets {
-            self.change_sets(&SetChanges::default().before(self.family, true)).await?;
+            self.change_sets(&SetChanges::default().before(self.family(), true)).await?;
         }
         self.write(batch, use_sets, &mut Written::default()).await
     }
 
-    async fn change_sets(&self, input: &str) -> Result<(), Failure> {
-        if !input.is_empty() {
-            self.tools.run("ipset", &["restore", "-exist"], Some(input), SAVE_TIMEOUT).await?;
-        }
-        Ok(())
-    }
-
     async fn read_all(&self) -> Result<Read, Failure> {
-        Ok(self.print_all().await?.parse(self.family))
+        Ok(self.print_all().await?.parse(self.family()))
     }
 
     async fn print_all(&self) -> Result<Texts, Failure> {
         let (nat, filter) = (self.print("nat").await?, self.print("filter").await?);
         let mut texts = Texts { nat, filter, sets: String::new() };
         if texts.filter.contains("--match-set POINTSMAN-") {
-            for set in Set::ALL {
-                // A set that is not there has no members.
-                let saved =
-                    self.tools.run("ipset", &["save", set.name(self.family)], None, SAVE_TIMEOUT).await;
-                texts.sets += &saved.unwrap_or_default();
-            }
+            texts.sets = self.print_sets::<Set>().await;
         }
         Ok(texts)
-    }
-
-    /// How many members a set has, without listing them.
-    async fn set_size(&self, set: Set) -> Option<usize> {
-        let args = ["list", "-terse", set.name(self.family)];
-        let text = self.tools.run("ipset", &args, None, SAVE_TIMEOUT).await.ok()?;
-        text.lines().find_map(|line| line.strip_prefix("Number of entries: ")?.trim().parse().ok())
     }
 
     /// Whether sets can be made and rules can look into them: tried with the sets themselves, which are needed anyway, and a
     /// chain that nothing leads to.
     async fn make_sets(&self) -> Result<bool, Failure> {
         let probe = async {
-            self.change_sets(&SetChanges::default().before(self.family, true)).await?;
+            self.change_sets(&SetChanges::default().before(self.family(), true)).await?;
             let mut section = Section::new("filter");
-            section.chain(ChainName::new(PROBE), &sets::rules(self.family));
+            section.chain(ChainName::new(PROBE), &sets::rules(self.family()));
             let mut script = Script::default();
             section.finish(&mut script);
             self.restore(&script).await?;
@@ -447,7 +337,7 @@ impl<'a> Runner<'a> {
             // That says nothing about sets.
             Err(error) if classify(&error) == SyncFailure::LockTimeout => Err(error),
             Err(error) => {
-                info!(family = ?self.family, %error, "no ipsets: Services without endpoints are refused by one rule each, undefined ports of ClusterIPs not at all");
+                info!(family = ?self.family(), %error, "no ipsets: Services without endpoints are refused by one rule each, undefined ports of ClusterIPs not at all");
                 Ok(false)
             }
         }
@@ -481,7 +371,7 @@ impl<'a> Runner<'a> {
                 let names: Vec<&str> = wrong.iter().take(5).map(ChainName::as_str).collect();
                 return Err(Failure::ReadBack(names.join(", ")));
             }
-            info!(family = ?self.family, chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
+            info!(family = ?self.family(), chains = left.stale.len() + left.filter_stale.len(), "removing chains that are left over");
             let batch = Batch { stale: left.stale, filter_stale: left.filter_stale, ..Batch::default() };
             self.write(batch, use_sets, written).await?;
             if canary {
@@ -500,7 +390,7 @@ impl<'a> Runner<'a> {
             let mut script = Script::default();
             section.finish(&mut script);
             if let Err(error) = self.restore(&script).await {
-                warn!(family = ?self.family, %error, "kube-proxy's canary chain stays in mangle");
+                warn!(family = ?self.family(), %error, "kube-proxy's canary chain stays in mangle");
             }
         }
     }
@@ -509,7 +399,3 @@ impl<'a> Runner<'a> {
 const CANARY: &str = "KUBE-PROXY-CANARY";
 /// A chain for trying out rules; nothing leads to it.
 const PROBE: &str = "KUBE-NP-PROBE";
-
-fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
-    ear.lock().unwrap_or_else(PoisonError::into_inner)
-}

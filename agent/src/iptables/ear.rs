@@ -15,7 +15,7 @@ use crate::netfilter::{Event, Notice, Notices};
 
 /// What is heard.
 #[derive(Debug, Default)]
-pub(super) struct Ear {
+pub(crate) struct Ear {
     notices: Option<Notices>,
     suspects: BTreeSet<IpFamily>,
     /// Whether a suspect has come up that nobody was told of.
@@ -24,12 +24,12 @@ pub(super) struct Ear {
 
 impl Ear {
     /// Listens from now on.
-    pub(super) fn new(notices: Notices) -> Self {
+    pub(crate) fn new(notices: Notices) -> Self {
         Self { notices: Some(notices), ..Self::default() }
     }
 
     /// Takes in what has happened. `own` is a process that has just written for us and ended.
-    pub(super) fn listen(&mut self, own: Option<u32>) {
+    pub(crate) fn listen(&mut self, own: Option<u32>) {
         let Some(notices) = &self.notices else { return };
         let suspects = &mut self.suspects;
         let before = suspects.len();
@@ -45,7 +45,7 @@ impl Ear {
     }
 
     /// Waits until a family has become suspect. For ever without notices.
-    pub(super) async fn hear(&mut self) {
+    pub(crate) async fn hear(&mut self) {
         while !std::mem::take(&mut self.news) {
             match &self.notices {
                 Some(notices) => notices.wait().await,
@@ -56,18 +56,18 @@ impl Ear {
     }
 
     /// Whether a family has to be read.
-    pub(super) fn suspects(&self, family: IpFamily) -> bool {
+    pub(crate) fn suspects(&self, family: IpFamily) -> bool {
         self.notices.is_none() || self.suspects.contains(&family)
     }
 
     /// A family is about to be read: what happens from here on counts again.
-    pub(super) fn trust(&mut self, family: IpFamily) {
+    pub(crate) fn trust(&mut self, family: IpFamily) {
         self.listen(None);
         self.suspects.remove(&family);
     }
 
     /// A family was read and is not as it should be.
-    pub(super) fn doubt(&mut self, family: IpFamily) {
+    pub(crate) fn doubt(&mut self, family: IpFamily) {
         self.suspects.insert(family);
     }
 }

@@ -5,7 +5,7 @@
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::{Script, Section};
-use super::dataplane::{Failure, Runner, failure};
+use super::runner::{Failure, Runner, SAVE_TIMEOUT, failure};
 use super::saved::target;
 use super::tools::{RunError, Tools};
 use crate::kernel::SyncError;
@@ -48,7 +48,7 @@ fn is_kube_proxys(set: &str) -> bool {
 
 /// kube-proxy's sets that are there.
 pub async fn kube_proxy_sets(tools: &Tools) -> Vec<String> {
-    let names = tools.run("ipset", &["list", "-name"], None, super::dataplane::SAVE_TIMEOUT).await;
+    let names = tools.run("ipset", &["list", "-name"], None, SAVE_TIMEOUT).await;
     let names = names.unwrap_or_default();
     names.lines().filter(|name| is_kube_proxys(name)).map(str::to_owned).collect()
 }
@@ -56,7 +56,7 @@ pub async fn kube_proxy_sets(tools: &Tools) -> Vec<String> {
 /// Removes sets.
 pub async fn destroy_sets(tools: &Tools, sets: &[String]) -> Result<(), RunError> {
     for set in sets {
-        tools.run("ipset", &["destroy", set], None, super::dataplane::SAVE_TIMEOUT).await?;
+        tools.run("ipset", &["destroy", set], None, SAVE_TIMEOUT).await?;
     }
     Ok(())
 }

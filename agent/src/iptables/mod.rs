@@ -5,17 +5,19 @@
 //!
 //! [`Dataplane`] is what the sync loop talks to; [`cleanup`] removes everything of ours.
 
-mod batch;
+pub(crate) mod batch;
 mod cleanup;
 mod counters;
 mod dataplane;
-mod ear;
+pub(crate) mod ear;
+pub(crate) mod ipset;
 mod ipvs;
-mod names;
-mod render;
-mod saved;
-mod sets;
-mod shared;
+pub(crate) mod names;
+pub(crate) mod render;
+pub(crate) mod runner;
+pub(crate) mod saved;
+pub(crate) mod sets;
+pub(crate) mod shared;
 mod state;
 mod tools;
 mod tree;

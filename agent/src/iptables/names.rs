@@ -14,14 +14,18 @@ use crate::plan::{Backend, PortId};
 
 /// The longest name that both flavours take.
 const LONGEST: usize = 28;
+/// Prefixes of the names that mode ipvs has for the chains of a Service port.
+pub(crate) const NEAR_PORT: &str = "PM-IPVS-SVC-";
+/// See [`NEAR_PORT`].
+pub(crate) const NEAR_ENDPOINT: &str = "PM-IPVS-SEP-";
 
 /// The name of a chain, kept without an allocation: a node may hold 100,000 of them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct ChainName([u8; LONGEST]);
+pub(crate) struct ChainName([u8; LONGEST]);
 
 impl ChainName {
     /// The name; what is too long is cut, which none of the names made here is.
-    pub(super) fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         let mut bytes = [0; LONGEST];
         for (to, from) in bytes.iter_mut().zip(name.bytes()) {
             *to = from;
@@ -30,7 +34,7 @@ impl ChainName {
     }
 
     /// As text.
-    pub(super) fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         let length = self.0.iter().position(|byte| *byte == 0).unwrap_or(LONGEST);
         std::str::from_utf8(&self.0[..length]).unwrap_or_default()
     }
@@ -44,18 +48,29 @@ impl ChainName {
     }
 
     /// Of a Service port: `KUBE-SVC-…` and its siblings.
-    pub(super) fn of_port(kind: PortChain, id: &PortId) -> Self {
+    pub(crate) fn of_port(kind: PortChain, id: &PortId) -> Self {
         Self::hashed(kind.prefix(), &[&id.text(), id.protocol.lower()])
     }
 
     /// Of an endpoint: `KUBE-SEP-…`.
-    pub(super) fn of_endpoint(id: &PortId, backend: &Backend) -> Self {
+    pub(crate) fn of_endpoint(id: &PortId, backend: &Backend) -> Self {
         let endpoint = SocketAddr::new(backend.address, backend.port).to_string();
         Self::hashed("KUBE-SEP-", &[&id.text(), id.protocol.lower(), &endpoint])
     }
 
+    /// As [`Self::of_port`], of mode ipvs: chooses among the endpoints of policy Cluster.
+    pub(crate) fn of_near_port(id: &PortId) -> Self {
+        Self::hashed(NEAR_PORT, &[&id.text(), id.protocol.lower()])
+    }
+
+    /// As [`Self::of_endpoint`], of mode ipvs.
+    pub(crate) fn of_near_endpoint(id: &PortId, backend: &Backend) -> Self {
+        let endpoint = SocketAddr::new(backend.address, backend.port).to_string();
+        Self::hashed(NEAR_ENDPOINT, &[&id.text(), id.protocol.lower(), &endpoint])
+    }
+
     /// Of a block of addresses: `KUBE-IP-10.96.0.0/12`. IPv6 blocks do not fit, so theirs are hashed.
-    pub(super) fn of_block(net: IpNet) -> Self {
+    pub(crate) fn of_block(net: IpNet) -> Self {
         let text = net.to_string();
         match net {
             IpNet::V4(_) => Self::new(&format!("KUBE-IP-{text}")),
@@ -64,7 +79,7 @@ impl ChainName {
     }
 
     /// Of a range of NodePorts.
-    pub(super) fn of_node_ports(protocol: Protocol, first: u16, last: u16) -> Self {
+    pub(crate) fn of_node_ports(protocol: Protocol, first: u16, last: u16) -> Self {
         Self::new(&format!("KUBE-NP-{protocol}-{first}-{last}"))
     }
 }
@@ -83,7 +98,7 @@ impl fmt::Debug for ChainName {
 
 /// The chains of a Service port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PortChain {
+pub(crate) enum PortChain {
     /// Chooses among the endpoints of policy Cluster.
     Cluster,
     /// Chooses among the endpoints of policy Local.

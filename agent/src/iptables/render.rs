@@ -15,9 +15,9 @@ use crate::model::Protocol;
 use crate::plan::{Backend, LocalTraffic, NodePlan, PortId, PortPlan, Target};
 
 /// The text of a rule, without `-A CHAIN`.
-pub(super) type Rule = String;
+pub(crate) type Rule = String;
 /// Chains and their rules.
-pub(super) type Chains = BTreeMap<ChainName, Vec<Rule>>;
+pub(crate) type Chains = BTreeMap<ChainName, Vec<Rule>>;
 
 /// Service ports with more endpoints have no comments in the rules that choose one. Those of an endpoint's own chain never have:
 /// the rule that leads there says what it is, and each comment takes 288 bytes of a table that the legacy flavour copies
@@ -25,13 +25,13 @@ pub(super) type Chains = BTreeMap<ChainName, Vec<Rule>>;
 const COMMENTED_ENDPOINTS: usize = 100;
 
 /// Marks a packet for masquerading.
-pub(super) const MARK_MASQ: &str = "KUBE-MARK-MASQ";
+pub(crate) const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// Marks a packet for masquerading unless it comes from a local pod; exists only with several blocks of pods.
-pub(super) const MARK_FOREIGN: &str = "KUBE-MARK-MASQ-FOREIGN";
+pub(crate) const MARK_FOREIGN: &str = "KUBE-MARK-MASQ-FOREIGN";
 
 /// What one Service port adds to the tables.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Rendered {
+pub(crate) struct Rendered {
     /// Its own chains, in nat.
     pub chains: Chains,
     /// Rules that catch packets to its frontends.
@@ -44,7 +44,7 @@ pub(super) struct Rendered {
 
 /// What a capture rule matches. No two Service ports have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Capture {
+pub(crate) enum Capture {
     /// A virtual address.
     Address(IpAddr, Protocol, u16),
     /// A NodePort.
@@ -53,7 +53,7 @@ pub(super) enum Capture {
 
 /// A list of rules in the filter table whose order does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum List {
+pub(crate) enum List {
     /// ClusterIPs without an endpoint.
     Services,
     /// Other virtual addresses without an endpoint.
@@ -68,7 +68,7 @@ pub(super) enum List {
 
 impl List {
     /// All of them.
-    pub(super) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::Services,
         Self::ExternalServices,
         Self::NodePortsWithoutEndpoint,
@@ -77,7 +77,7 @@ impl List {
     ];
 
     /// The chain that it is.
-    pub(super) fn chain(self) -> ChainName {
+    pub(crate) fn chain(self) -> ChainName {
         ChainName::new(match self {
             Self::Services => "KUBE-SERVICES",
             Self::ExternalServices => "KUBE-EXTERNAL-SERVICES",
@@ -90,7 +90,7 @@ impl List {
 
 /// What packets to a frontend get that no endpoint takes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Refusal {
+pub(crate) struct Refusal {
     /// Where: one of the first three lists.
     pub list: List,
     /// The frontend's address; `None` for a NodePort.
@@ -107,7 +107,7 @@ pub(super) struct Refusal {
 
 impl Refusal {
     /// As a rule.
-    pub(super) fn rule(&self, family: IpFamily) -> Rule {
+    pub(crate) fn rule(&self, family: IpFamily) -> Rule {
         let (reason, verdict) = match (self.drop, family) {
             (true, _) => ("has no local endpoints", "DROP"),
             (false, IpFamily::IPv4) => ("has no endpoints", "REJECT --reject-with icmp-port-unreachable"),
@@ -119,19 +119,25 @@ impl Refusal {
 }
 
 /// A rule that catches packets to a frontend.
-fn caught(address: Option<IpAddr>, protocol: Protocol, port: u16, comment: &str, verdict: &str) -> Rule {
+pub(crate) fn caught(
+    address: Option<IpAddr>,
+    protocol: Protocol,
+    port: u16,
+    comment: &str,
+    verdict: &str,
+) -> Rule {
     let destination = address.map(|address| format!("-d {} ", host(address))).unwrap_or_default();
     let protocol = protocol.lower();
     format!("{destination}-p {protocol} {} -m {protocol} --dport {port} -j {verdict}", commented(comment))
 }
 
 /// One address, as the tools write it.
-pub(super) fn host(address: IpAddr) -> String {
+pub(crate) fn host(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
 /// A comment match. The tools leave out the quotes only around plain words, and these always have a space or a slash.
-pub(super) fn commented(text: &str) -> String {
+pub(crate) fn commented(text: &str) -> String {
     let plain: String = text
         .chars()
         .map(|c| if c.is_ascii_graphic() && !matches!(c, '"' | '\\' | '\'') || c == ' ' { c } else { '?' })
@@ -140,7 +146,7 @@ pub(super) fn commented(text: &str) -> String {
 }
 
 /// The matches that recognise packets of local pods, one rule each.
-pub(super) fn from_local_pods(traffic: &LocalTraffic) -> Vec<String> {
+pub(crate) fn from_local_pods(traffic: &LocalTraffic) -> Vec<String> {
     match traffic {
         LocalTraffic::Unknown => Vec::new(),
         LocalTraffic::Sources(blocks) => blocks.iter().map(|block| format!("-s {block} ")).collect(),
@@ -150,12 +156,23 @@ pub(super) fn from_local_pods(traffic: &LocalTraffic) -> Vec<String> {
 }
 
 /// Renders one Service port.
-pub(super) fn render(id: &PortId, port: &PortPlan, node: &NodePlan) -> Rendered {
+pub(crate) fn render(id: &PortId, port: &PortPlan, node: &NodePlan) -> Rendered {
     let mut out = Rendered::default();
-    let painter = Painter { id, port, node, text: id.text() };
+    let painter = Painter { id, port, node, text: id.text(), near: false };
     painter.chains(&mut out.chains);
     painter.frontends(&mut out);
     out
+}
+
+/// Chains of mode ipvs that lead packets of local pods and of the node itself to the endpoints of policy Cluster, the first
+/// of them first.
+pub(crate) fn render_near(id: &PortId, port: &PortPlan, node: &NodePlan) -> (ChainName, Chains) {
+    let painter = Painter { id, port, node, text: id.text(), near: true };
+    let first = ChainName::of_near_port(id);
+    let endpoints = port.cluster.iter().map(|backend| (painter.to(backend), painter.endpoint(backend)));
+    let mut chains: Chains = endpoints.collect();
+    chains.insert(first, painter.choice(&port.cluster, false));
+    (first, chains)
 }
 
 struct Painter<'a> {
@@ -163,11 +180,22 @@ struct Painter<'a> {
     port: &'a PortPlan,
     node: &'a NodePlan,
     text: String,
+    /// Chains of mode ipvs.
+    near: bool,
 }
 
 impl Painter<'_> {
     fn chain(&self, kind: PortChain) -> ChainName {
         ChainName::of_port(kind, self.id)
+    }
+
+    /// The chain of an endpoint.
+    fn to(&self, backend: &Backend) -> ChainName {
+        if self.near {
+            ChainName::of_near_endpoint(self.id, backend)
+        } else {
+            ChainName::of_endpoint(self.id, backend)
+        }
     }
 
     fn chains(&self, chains: &mut Chains) {
@@ -181,7 +209,7 @@ impl Painter<'_> {
             chains.insert(local, self.choice(&port.local, port.internal == Target::Local));
         }
         for backend in port.backends() {
-            chains.insert(ChainName::of_endpoint(self.id, backend), self.endpoint(backend));
+            chains.insert(self.to(backend), self.endpoint(backend));
         }
         if self.has_external_chain() {
             chains.insert(self.chain(PortChain::External), self.external());
@@ -234,7 +262,7 @@ impl Painter<'_> {
         };
         if let Some(seconds) = self.port.affinity {
             for backend in backends {
-                let chain = ChainName::of_endpoint(self.id, backend);
+                let chain = self.to(backend);
                 rules.push(format!(
                     "{}-m recent --rcheck --seconds {seconds} --reap --name {chain} --mask {} --rsource -j {chain}",
                     commented(backend),
@@ -248,23 +276,24 @@ impl Painter<'_> {
             if left > 1 {
                 let _ = write!(rule, "-m statistic --mode random --probability {} ", probability(left));
             }
-            let _ = write!(rule, "-j {}", ChainName::of_endpoint(self.id, backend));
+            let _ = write!(rule, "-j {}", self.to(backend));
             rules.push(rule);
         }
         rules
     }
 
     fn endpoint(&self, backend: &Backend) -> Vec<Rule> {
-        let chain = ChainName::of_endpoint(self.id, backend);
+        let chain = self.to(backend);
         let protocol = self.id.protocol.lower();
         let remember = match self.port.affinity {
             Some(_) => format!("-m recent --set --name {chain} --mask {} --rsource ", self.mask()),
             None => String::new(),
         };
-        vec![
-            format!("-s {} -j {MARK_MASQ}", host(backend.address)),
-            format!("-p {protocol} {remember}-m {protocol} -j DNAT --to-destination {}", socket(backend)),
-        ]
+        let hairpin = format!("-s {} -j {MARK_MASQ}", host(backend.address));
+        let lead =
+            format!("-p {protocol} {remember}-m {protocol} -j DNAT --to-destination {}", socket(backend));
+        // Mode ipvs has a set for those who reach themselves.
+        if self.near { vec![lead] } else { vec![hairpin, lead] }
     }
 
     fn external(&self) -> Vec<Rule> {

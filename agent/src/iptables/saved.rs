@@ -13,7 +13,7 @@ use crate::conntrack::{Frontend, NodePort, Protocol, Target};
 
 /// How closely rules must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Comparison {
+pub(crate) enum Comparison {
     /// In every character.
     Exact,
     /// In number and targets: for a tool that prints a rule in other words than the versions we know.
@@ -22,7 +22,7 @@ pub(super) enum Comparison {
 
 /// One table, read back.
 #[derive(Debug, Default)]
-pub(super) struct Saved {
+pub(crate) struct Saved {
     text: String,
     /// Where the rules of each chain are in the text: the tools print them together.
     chains: BTreeMap<String, Range<usize>>,
@@ -30,7 +30,7 @@ pub(super) struct Saved {
 
 impl Saved {
     /// Reads what the tool printed for one table.
-    pub(super) fn parse(text: String) -> Self {
+    pub(crate) fn parse(text: String) -> Self {
         let mut chains: BTreeMap<String, Range<usize>> = BTreeMap::new();
         let mut at = 0;
         for line in text.split_inclusive('\n') {
@@ -56,14 +56,14 @@ impl Saved {
     }
 
     /// The rules of a chain, without `-A CHAIN`; `None` if there is no such chain.
-    pub(super) fn rules(&self, chain: &str) -> Option<impl Iterator<Item = &str>> {
+    pub(crate) fn rules(&self, chain: &str) -> Option<impl Iterator<Item = &str>> {
         let range = self.chains.get(chain)?.clone();
         let prefix = 3 + chain.len() + 1;
         Some(self.text[range].lines().map(move |line| line.get(prefix..).unwrap_or_default()))
     }
 
     /// Whether a chain has these rules: exactly, or as many with the same targets.
-    pub(super) fn holds(&self, chain: ChainName, rules: &[String], how: Comparison) -> bool {
+    pub(crate) fn holds(&self, chain: ChainName, rules: &[String], how: Comparison) -> bool {
         let Some(saved) = self.rules(chain.as_str()) else { return false };
         let rules = rules.iter().map(String::as_str);
         match how {
@@ -73,7 +73,7 @@ impl Saved {
     }
 
     /// Whether our rules look into sets.
-    pub(super) fn uses_sets(&self) -> bool {
+    pub(crate) fn uses_sets(&self) -> bool {
         self.rules("KUBE-EXTERNAL-SERVICES")
             .into_iter()
             .flatten()
@@ -81,17 +81,17 @@ impl Saved {
     }
 
     /// Whether there is such a chain.
-    pub(super) fn has(&self, chain: &str) -> bool {
+    pub(crate) fn has(&self, chain: &str) -> bool {
         self.chains.contains_key(chain)
     }
 
     /// The chains whose name says that they are ours.
-    pub(super) fn ours(&self, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
+    pub(crate) fn ours(&self, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
         self.chains.keys().filter(|name| ours(name)).map(|name| ChainName::new(name)).collect()
     }
 
     /// Chains that the rules of others lead to, other than our jumps.
-    pub(super) fn needed_by_others(&self, table: &str, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
+    pub(crate) fn needed_by_others(&self, table: &str, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
         let foreign = self.chains.keys().filter(|name| !ours(name));
         let rules =
             foreign.flat_map(|name| self.rules(name).into_iter().flatten().map(move |rule| (name, rule)));
@@ -108,12 +108,12 @@ impl Saved {
     }
 
     /// How often a jump is there. Found by target and comment, whatever else other versions of the tool print.
-    pub(super) fn jumps(&self, jump: &Jump) -> impl Iterator<Item = &str> {
+    pub(crate) fn jumps(&self, jump: &Jump) -> impl Iterator<Item = &str> {
         self.rules(jump.from).into_iter().flatten().filter(move |rule| leads(rule, jump))
     }
 
     /// The UDP and SCTP frontends that rules of ours, or of kube-proxy in iptables mode, lead to endpoints. In nat.
-    pub(super) fn served(&self) -> Vec<Target> {
+    pub(crate) fn served(&self) -> Vec<Target> {
         let dispatch = |name: &&String| {
             matches!(name.as_str(), "KUBE-SERVICES" | "KUBE-NODEPORTS")
                 || name.starts_with("KUBE-IP-")
@@ -124,12 +124,12 @@ impl Saved {
     }
 
     /// Rules that a cleanup has left to keep connections going. In filter.
-    pub(super) fn anchors(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn anchors(&self) -> impl Iterator<Item = &str> {
         self.rules(ANCHOR_CHAIN).into_iter().flatten().filter(|rule| rule.contains(ANCHOR_TEXT))
     }
 
     /// The mark bits that a chain sets or looks for.
-    pub(super) fn marks(&self, chain: &str) -> u32 {
+    pub(crate) fn marks(&self, chain: &str) -> u32 {
         let mut bits = 0;
         for rule in self.rules(chain).into_iter().flatten() {
             let words: Vec<&str> = rule.split_whitespace().collect();
@@ -151,7 +151,7 @@ fn leads(rule: &str, jump: &Jump) -> bool {
 }
 
 /// Where a rule leads.
-pub(super) fn target(rule: &str) -> Option<&str> {
+pub(crate) fn target(rule: &str) -> Option<&str> {
     let mut words = rule.split_whitespace();
     words.find(|word| matches!(*word, "-j" | "-g"))?;
     words.next()
@@ -180,7 +180,7 @@ fn frontend(rule: &str) -> Option<Target> {
 }
 
 /// Whether a chain of the nat table is ours or kube-proxy's (iptables mode), by its name.
-pub(super) fn ours_in_nat(name: &str) -> bool {
+pub(crate) fn ours_in_nat(name: &str) -> bool {
     const NAMES: [&str; 6] = [
         "KUBE-SERVICES",
         "KUBE-NODEPORTS",
@@ -195,7 +195,7 @@ pub(super) fn ours_in_nat(name: &str) -> bool {
 }
 
 /// Whether a chain of the filter table is ours or kube-proxy's, by its name. KUBE-FIREWALL is kubelet's.
-pub(super) fn ours_in_filter(name: &str) -> bool {
+pub(crate) fn ours_in_filter(name: &str) -> bool {
     const NAMES: [&str; 8] = [
         "KUBE-SERVICES",
         "KUBE-EXTERNAL-SERVICES",

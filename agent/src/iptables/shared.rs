@@ -43,7 +43,7 @@ type Ports = Tree<(), Rule>;
 
 /// The dispatch of one family.
 #[derive(Clone, Debug)]
-pub(super) struct Dispatch {
+pub(crate) struct Dispatch {
     family: IpFamily,
     /// One tree per ServiceCIDR, and one for everything else with no block.
     addresses: Vec<(Option<IpNet>, Addresses)>,
@@ -52,7 +52,7 @@ pub(super) struct Dispatch {
 
 /// Chains of the dispatch that a change has touched.
 #[derive(Debug, Default)]
-pub(super) struct DispatchTouched {
+pub(crate) struct DispatchTouched {
     addresses: BTreeMap<usize, Touched>,
     node_ports: BTreeMap<usize, Touched>,
 }
@@ -66,7 +66,7 @@ fn bits(address: IpAddr) -> u128 {
 
 impl Dispatch {
     /// A dispatch without Services.
-    pub(super) fn new(node: &NodePlan) -> Self {
+    pub(crate) fn new(node: &NodePlan) -> Self {
         let width = match node.family {
             IpFamily::IPv4 => 32,
             IpFamily::IPv6 => 128,
@@ -86,7 +86,7 @@ impl Dispatch {
     }
 
     /// Replaces captures. What is in both is replaced in place, so that no block is merged and split for it.
-    pub(super) fn replace(
+    pub(crate) fn replace(
         &mut self,
         old: BTreeSet<Capture>,
         new: BTreeMap<Capture, Rule>,
@@ -140,7 +140,7 @@ impl Dispatch {
     }
 
     /// The touched chains that exist, and the touched chains that exist no more.
-    pub(super) fn changed(&self, touched: &DispatchTouched) -> (Chains, BTreeSet<ChainName>) {
+    pub(crate) fn changed(&self, touched: &DispatchTouched) -> (Chains, BTreeSet<ChainName>) {
         let (mut written, mut removed) = (Chains::new(), BTreeSet::new());
         for (index, touched) in &touched.addresses {
             let (net, tree) = &self.addresses[*index];
@@ -165,7 +165,7 @@ impl Dispatch {
     }
 
     /// All chains of the dispatch, without KUBE-SERVICES.
-    pub(super) fn chains(&self) -> Chains {
+    pub(crate) fn chains(&self) -> Chains {
         let mut chains = Chains::from([(ChainName::new("KUBE-NODEPORTS"), self.node_port_roots())]);
         for (net, tree) in &self.addresses {
             for block in tree.blocks() {
@@ -182,7 +182,7 @@ impl Dispatch {
 
     /// How many rules all chains of the dispatch have, without KUBE-SERVICES: one per capture, and one per block that
     /// is not a root.
-    pub(super) fn rules(&self) -> usize {
+    pub(crate) fn rules(&self) -> usize {
         let addresses: usize = self.addresses.iter().map(|(_, tree)| tree.rules()).sum();
         addresses + self.node_ports.iter().map(Tree::rules).sum::<usize>()
     }
@@ -278,7 +278,7 @@ fn to_node(node: &NodePlan, comment: &str, chain: &str) -> Vec<Rule> {
 
 /// The chains that do not depend on single Services.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Frame {
+pub(crate) struct Frame {
     /// In nat: what marks and masquerades. Must be there before any Service.
     pub masquerade: Chains,
     /// In nat: the way in. Must come after every Service.
@@ -292,7 +292,7 @@ pub(super) struct Frame {
 impl Frame {
     /// The frame of a node. With `use_sets`, sets say what is refused, otherwise rules. `accepted` holds every mark bit that is masqueraded: more than the one that is set while it
     /// changes.
-    pub(super) fn new(
+    pub(crate) fn new(
         node: &NodePlan,
         mark: u32,
         accepted: u32,
@@ -330,13 +330,13 @@ impl Frame {
     }
 
     /// How many rules it has, by table.
-    pub(super) fn rules(&self) -> (usize, usize) {
+    pub(crate) fn rules(&self) -> (usize, usize) {
         let count = |chains: &Chains| chains.values().map(Vec::len).sum::<usize>();
         (count(&self.masquerade) + count(&self.entrance), count(&self.filter) + self.listed.len())
     }
 }
 
-fn postrouting(accepted: u32) -> Vec<Rule> {
+pub(crate) fn postrouting(accepted: u32) -> Vec<Rule> {
     let [unmarked, clear] = if accepted.is_power_of_two() {
         [
             format!("-m mark ! --mark {accepted:#x}/{accepted:#x} -j RETURN"),
@@ -352,7 +352,7 @@ fn postrouting(accepted: u32) -> Vec<Rule> {
     vec![unmarked, clear, format!("{comment} -j MASQUERADE --random-fully")]
 }
 
-fn forward(node: &NodePlan, accepted: u32) -> Vec<Rule> {
+pub(crate) fn forward(node: &NodePlan, accepted: u32) -> Vec<Rule> {
     let mut rules = Vec::new();
     if node.drop_invalid {
         rules.push("-m conntrack --ctstate INVALID -j DROP".to_owned());
@@ -369,15 +369,15 @@ fn forward(node: &NodePlan, accepted: u32) -> Vec<Rule> {
 }
 
 /// Where the anchor of a cleanup is.
-pub(super) const ANCHOR_CHAIN: &str = "INPUT";
+pub(crate) const ANCHOR_CHAIN: &str = "INPUT";
 /// The text by which it is found again.
-pub(super) const ANCHOR_TEXT: &str = "pointsman: no effect, keeps translated connections going";
+pub(crate) const ANCHOR_TEXT: &str = "pointsman: no effect, keeps translated connections going";
 /// The anchor: it asks for connection tracking, and has no target.
-pub(super) const ANCHOR_RULE: &str = "-m comment --comment \"pointsman: no effect, keeps translated connections going\" -m conntrack --ctstate ESTABLISHED";
+pub(crate) const ANCHOR_RULE: &str = "-m comment --comment \"pointsman: no effect, keeps translated connections going\" -m conntrack --ctstate ESTABLISHED";
 
 /// A rule that leads from a built-in chain to one of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Jump {
+pub(crate) struct Jump {
     /// The table.
     pub table: &'static str,
     /// The built-in chain.
@@ -392,7 +392,7 @@ pub(super) struct Jump {
 
 impl Jump {
     /// As a rule.
-    pub(super) fn rule(&self) -> Rule {
+    pub(crate) fn rule(&self) -> Rule {
         let state = if self.new_only { "-m conntrack --ctstate NEW " } else { "" };
         format!("{state}{} -j {}", commented(self.comment), self.to)
     }
@@ -400,7 +400,7 @@ impl Jump {
 
 /// The ways in, in the order of their insertion at the head of the built-in chains. The jump from OUTPUT to
 /// KUBE-EXTERNAL-SERVICES is ours alone: the node itself is refused like everybody else.
-pub(super) const JUMPS: &[Jump] = &{
+pub(crate) const JUMPS: &[Jump] = &{
     const PORTALS: &str = "kubernetes service portals";
     const EXTERNAL: &str = "kubernetes externally-visible service portals";
     const FIREWALL: &str = "kubernetes load balancer firewall";

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::Batch;
+use super::ipset::{self, Kind as _};
 use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
@@ -79,7 +80,7 @@ impl Texts {
         Read {
             nat: Saved::parse(self.nat),
             filter: Saved::parse(self.filter),
-            members: sets::parse(&self.sets, family),
+            members: ipset::parse(&self.sets, family),
         }
     }
 }

@@ -210,7 +210,7 @@ impl Tools {
     }
 
     /// The name of a command: `""`, `-save` or `-restore`.
-    pub(super) fn command(&self, family: IpFamily, suffix: &str) -> String {
+    pub(crate) fn command(&self, family: IpFamily, suffix: &str) -> String {
         let stem = match family {
             IpFamily::IPv4 => "iptables",
             IpFamily::IPv6 => "ip6tables",
@@ -219,7 +219,7 @@ impl Tools {
     }
 
     /// Runs a tool to its end. Returns what it printed.
-    pub(super) async fn run(
+    pub(crate) async fn run(
         &self,
         command: &str,
         args: &[&str],
@@ -230,7 +230,7 @@ impl Tools {
     }
 
     /// Runs a tool to its end. Returns what it printed, and the id of the process that it was.
-    pub(super) async fn run_as(
+    pub(crate) async fn run_as(
         &self,
         command: &str,
         args: &[&str],

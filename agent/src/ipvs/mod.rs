@@ -8,6 +8,7 @@ pub mod client;
 pub mod device;
 pub mod drain;
 pub mod error;
+pub(crate) mod layout;
 pub mod probe;
 pub mod server;
 pub mod wire;

@@ -53,6 +53,8 @@ pub struct NodePlan {
     pub masquerade_all: bool,
     /// How packets of local pods are recognised.
     pub local_traffic: LocalTraffic,
+    /// The node's addresses that mean something beyond one interface; none of loopback.
+    pub own: BTreeSet<IpAddr>,
     /// Where NodePorts answer.
     pub node_ports: NodePorts,
     /// The blocks that ClusterIPs are taken from.
@@ -74,6 +76,7 @@ impl NodePlan {
             mark: 1 << 14,
             masquerade_all: false,
             local_traffic: LocalTraffic::Unknown,
+            own: BTreeSet::new(),
             node_ports: NodePorts::default(),
             service_cidrs: Vec::new(),
             counters: false,
@@ -112,11 +115,24 @@ impl NodePlan {
                     LocalTraffic::InterfacePrefix(interface_name_prefix.clone())
                 }
             },
+            own: own_addresses(family, model),
             node_ports: node_ports(family, config, model),
             service_cidrs: of_family(model.service_cidrs()),
             counters: config.nftables.counters,
             drop_invalid: !config.conntrack.tcp_be_liberal,
         }
+    }
+}
+
+fn own_addresses(family: IpFamily, model: &Model) -> BTreeSet<IpAddr> {
+    let own = model.local_addresses().iter().copied().filter(|address| family_of(*address) == family);
+    own.filter(|address| !address.is_loopback() && !is_link_local(*address)).collect()
+}
+
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
     }
 }
 

@@ -111,7 +111,7 @@ fn read(tables: &Tables, family: IpFamily) -> Read {
     Read {
         nat: Saved::parse(tables.save("nat")),
         filter: Saved::parse(tables.save("filter")),
-        members: super::sets::parse(&tables.save_sets(), family),
+        members: super::ipset::parse(&tables.save_sets(), family),
     }
 }
 

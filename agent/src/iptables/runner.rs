@@ -1,0 +1,173 @@
+//! Runs the tools for one family, and says why one did not do its work.
+//!
+//! In: restore scripts, input for `ipset`, names. Out: tables and sets, or a [`Failure`]. What to write is decided elsewhere.
+
+use std::collections::BTreeSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pointsman_crds::proxy_node_status::IpFamily;
+
+use super::batch::Script;
+use super::ear::Ear;
+use super::ipset::{self, Element, Kind};
+use super::saved::Saved;
+use super::tools::{Flavour, RunError, Tools};
+use tracing::debug;
+
+use crate::kernel::{SyncError, SyncFailure};
+
+/// How long a restore may take, besides waiting for the lock.
+const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
+pub(crate) const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
+/// Lock wait, in seconds, where no configuration says otherwise.
+pub(crate) const DEFAULT_LOCK_WAIT: u32 = 5;
+
+/// Runs the tools for one family.
+pub(crate) struct Runner<'a> {
+    tools: &'a Tools,
+    ear: &'a Mutex<Ear>,
+    family: IpFamily,
+    lock_wait: u32,
+}
+
+/// Why a family could not be written.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    /// A tool did not do its work.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// What others have put into a table.
+    #[error(
+        "table {table} holds rules that {command} cannot show; remove what other programs have put there"
+    )]
+    Incompatible { table: &'static str, command: String },
+    /// Something else is there than was written.
+    #[error("the rules differ after they were written: {0}; they are compared again at the next attempt")]
+    ReadBack(String),
+}
+
+/// A failure in the words of the sync loop.
+pub(crate) fn failure(family: IpFamily, error: &Failure) -> SyncError {
+    SyncError { family, failure: classify(error), message: error.to_string() }
+}
+
+pub(super) fn classify(error: &Failure) -> SyncFailure {
+    match error {
+        Failure::Run(RunError::Start { .. }) => SyncFailure::ToolMissing,
+        Failure::Run(RunError::Failed { message, .. }) if message.contains("xtables lock") => {
+            SyncFailure::LockTimeout
+        }
+        Failure::Run(RunError::Failed { .. }) | Failure::ReadBack(_) => SyncFailure::RestoreFailed,
+        Failure::Run(RunError::Timeout { .. }) | Failure::Incompatible { .. } => SyncFailure::SyncFailed,
+    }
+}
+
+impl<'a> Runner<'a> {
+    /// For a run without a configuration.
+    pub(crate) fn new(tools: &'a Tools, ear: &'a Mutex<Ear>, family: IpFamily) -> Self {
+        Self { tools, ear, family, lock_wait: DEFAULT_LOCK_WAIT }
+    }
+
+    /// Waits so many seconds for the lock.
+    pub(crate) fn waiting(self, lock_wait: u32) -> Self {
+        Self { lock_wait, ..self }
+    }
+
+    /// The family.
+    pub(crate) fn family(&self) -> IpFamily {
+        self.family
+    }
+
+    /// The tools.
+    pub(crate) fn tools(&self) -> &Tools {
+        self.tools
+    }
+
+    /// One table.
+    pub(crate) async fn read(&self, table: &'static str) -> Result<Saved, Failure> {
+        self.print(table).await.map(Saved::parse)
+    }
+
+    /// One table, as the tool prints it.
+    pub(crate) async fn print(&self, table: &'static str) -> Result<String, Failure> {
+        let command = self.tools.command(self.family, "-save");
+        let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
+        if text.contains("is incompatible, use 'nft' tool") {
+            return Err(Failure::Incompatible { table, command });
+        }
+        Ok(text)
+    }
+
+    /// Changes tables.
+    pub(crate) async fn restore(&self, script: &Script) -> Result<(), Failure> {
+        let command = self.tools.command(self.family, "-restore");
+        let wait = self.lock_wait.to_string();
+        let args = ["--noflush", "--counters", "-w", &wait];
+        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
+        let (_, process) = self.tools.run_as(&command, &args, Some(&script.text), timeout).await?;
+        lock(self.ear).listen(process);
+        Ok(())
+    }
+
+    /// Finds out whether tables could be changed.
+    pub(crate) async fn restore_nothing(&self) -> Result<(), Failure> {
+        let command = self.tools.command(self.family, "-restore");
+        let wait = self.lock_wait.to_string();
+        let mut args = vec!["--noflush", "-w", &wait];
+        let mut input = "*nat\nCOMMIT\n";
+        if self.tools.flavour() == Flavour::Legacy {
+            args.push("--test");
+            // It fetches the whole table even so, and this one is small.
+            input = "*filter\nCOMMIT\n";
+        }
+        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
+        let (_, process) = self.tools.run_as(&command, &args, Some(input), timeout).await?;
+        lock(self.ear).listen(process);
+        Ok(())
+    }
+
+    /// Changes sets.
+    pub(crate) async fn change_sets(&self, input: &str) -> Result<(), Failure> {
+        if !input.is_empty() {
+            self.tools.run("ipset", &["restore", "-exist"], Some(input), SAVE_TIMEOUT).await?;
+        }
+        Ok(())
+    }
+
+    /// What is in the sets of a kind. A set that is not there has no members.
+    pub(crate) async fn members<S: Kind>(&self) -> BTreeSet<Element<S>> {
+        ipset::parse(&self.print_sets::<S>().await, self.family)
+    }
+
+    /// The sets of a kind that are there, as the tool prints them.
+    pub(crate) async fn print_sets<S: Kind>(&self) -> String {
+        let mut text = String::new();
+        for set in S::ALL {
+            let saved = self.tools.run("ipset", &["save", &set.name(self.family)], None, SAVE_TIMEOUT).await;
+            text += &saved.unwrap_or_default();
+        }
+        text
+    }
+
+    /// Removes the sets of a kind. One that is not there, or no tool to remove it with, is no error.
+    pub(crate) async fn destroy_sets<S: Kind>(&self) {
+        for set in S::ALL {
+            let name = set.name(self.family);
+            if let Err(error) = self.tools.run("ipset", &["destroy", &name], None, SAVE_TIMEOUT).await {
+                debug!(set = name, %error, "set not removed");
+            }
+        }
+    }
+
+    /// How many members a set has, without listing them.
+    pub(crate) async fn set_size(&self, set: &str) -> Option<usize> {
+        let args = ["list", "-terse", set];
+        let text = self.tools.run("ipset", &args, None, SAVE_TIMEOUT).await.ok()?;
+        text.lines().find_map(|line| line.strip_prefix("Number of entries: ")?.trim().parse().ok())
+    }
+}
+
+pub(super) fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
+    ear.lock().unwrap_or_else(PoisonError::into_inner)
+}
