@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
 use pointsman_agent::config::checkpoint::Checkpoint;
 use pointsman_agent::iptables::{self, Connections, Tools};
-use pointsman_agent::{admin, init, logging, nftables, run, userspace};
+use pointsman_agent::{admin, init, ipvs, logging, nftables, run, userspace};
 use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
@@ -173,11 +173,10 @@ async fn clean(directories: &Directories) -> anyhow::Result<()> {
         bail!("the agent is running and would write everything again; stop it first");
     }
     let mut problems = Vec::new();
-    let mut tools_found = 0;
+    let mut found = Vec::new();
     for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
         match Tools::detect(backend).await {
             Ok(tools) => {
-                tools_found += 1;
                 let families = [IpFamily::IPv4, IpFamily::IPv6];
                 match iptables::cleanup(&tools, &families, Connections::Anchor).await {
                     Ok(false) => info!(flavour = %tools.flavour(), "nothing of ours is left"),
@@ -187,18 +186,22 @@ async fn clean(directories: &Directories) -> anyhow::Result<()> {
                     ),
                     Err(problem) => problems.push(format!("{}: {problem}", tools.flavour())),
                 }
+                found.push(tools);
             }
             Err(problem) => info!("{problem}"),
         }
     }
     let families = [IpFamily::IPv4, IpFamily::IPv6];
+    if let Err(problem) = ipvs::cleanup(&found, &families).await {
+        problems.push(problem.to_string());
+    }
     for removed in [nftables::cleanup(&families).await, userspace::cleanup(&families).await] {
         match removed {
             Ok(()) => info!("no table of ours is left"),
             Err(problem) => problems.push(problem.to_string()),
         }
     }
-    if tools_found == 0 {
+    if found.is_empty() {
         problems.push("no iptables tools are installed, so nothing can be removed".to_owned());
     }
     if let Err(problem) = Checkpoint::new(&directories.state_dir).remove() {

@@ -11,6 +11,7 @@
 mod engine;
 mod flows;
 mod latency;
+mod leftovers;
 pub mod node;
 mod schedule;
 mod trial;

@@ -12,7 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use nix::net::if_::if_nametoindex;
@@ -23,6 +23,7 @@ use tracing::{info, warn};
 use crate::conntrack::{self, Entry};
 use crate::iptables::{self, Tools};
 use crate::ipvs::client::Connection;
+use crate::ipvs::connections;
 use crate::ipvs::device::{self, Change, Device, DeviceError};
 use crate::ipvs::server::{Key, Operation};
 use crate::model::{Protocol, family_of};
@@ -112,6 +113,17 @@ impl Takeover {
         }
     }
 
+    /// As [`Self::remove`] on a node in our mode ipvs, which has taken over virtual servers and addresses by itself.
+    pub async fn remove_beside_ipvs(tools: &Tools) -> Result<(), TakeoverError> {
+        let failed = |what| move |why: String| TakeoverError::Ipvs { what, why };
+        remove_tables().await?;
+        let sets = iptables::kube_proxy_sets(tools).await;
+        if !sets.is_empty() {
+            remove_rules(tools, &sets).await.map_err(failed("the chains and ipsets"))?;
+        }
+        Ok(())
+    }
+
     async fn remove_ipvs(&mut self, tools: &Tools, known: &Known) -> Result<Left, TakeoverError> {
         let failed = |what| move |why: String| TakeoverError::Ipvs { what, why };
         let sets = iptables::kube_proxy_sets(tools).await;
@@ -145,13 +157,15 @@ impl Takeover {
         if let Some((device, _)) = device {
             device.remove().map_err(|error| failed("the device")(error.to_string()))?;
         }
-        iptables::remove_ipvs_chains(tools).await.map_err(|error| failed("the chains")(error.to_string()))?;
-        iptables::destroy_sets(tools, &sets)
-            .await
-            .map_err(|error| failed("the ipsets")(error.to_string()))?;
+        remove_rules(tools, &sets).await.map_err(failed("the chains and ipsets"))?;
         info!(servers = theirs.len(), sets = sets.len(), "what kube-proxy's mode ipvs has left is removed");
         Ok(Left::Nothing)
     }
+}
+
+async fn remove_rules(tools: &Tools, sets: &[String]) -> Result<(), String> {
+    iptables::remove_ipvs_chains(tools).await.map_err(|error| error.to_string())?;
+    iptables::destroy_sets(tools, sets).await.map_err(|error| error.to_string())
 }
 
 /// Removes kube-proxy's tables of mode nftables.
@@ -222,19 +236,6 @@ pub fn is_kube_proxys(key: &Key, bound: &BTreeSet<IpAddr>, node: &BTreeSet<IpAdd
     }
 }
 
-/// The virtual server of each established TCP connection of IPVS: `Pro FromIP FPrt ToIP TPrt DestIP DPrt State Expires …`.
-fn connections(table: &str) -> impl Iterator<Item = Key> {
-    table.lines().filter_map(|line| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        let ["TCP", _, _, to, port, _, _, "ESTABLISHED", ..] = words.as_slice() else { return None };
-        let address = match u32::from_str_radix(to, 16) {
-            Ok(number) => Ipv4Addr::from(number).into(),
-            Err(_) => to.trim_matches(['[', ']']).parse().ok()?,
-        };
-        Some(Key::new(Protocol::Tcp, address, u16::from_str_radix(port, 16).ok()?))
-    })
-}
-
 /// Whether a connection of the node has one of these addresses as its source.
 async fn from_any(addresses: &BTreeSet<IpAddr>) -> bool {
     for family in [IpFamily::IPv4, IpFamily::IPv6] {
@@ -262,20 +263,6 @@ mod tests {
     fn key(protocol: Protocol, address: &str) -> Key {
         let address: std::net::SocketAddr = address.parse().unwrap();
         Key::new(protocol, address.ip(), address.port())
-    }
-
-    #[test]
-    fn syn_17_connections_through_ipvs_are_seen() {
-        let head = "Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData\n";
-        let line = |state| format!("{head}TCP C0A84D02 D1A2 0A600050 0050 0AF4000A 1F90 {state} 899\n");
-        let seen = |table: &str| connections(table).collect::<Vec<_>>();
-        assert_eq!(seen(&line("ESTABLISHED")), [key(Protocol::Tcp, "10.96.0.80:80")]);
-        assert_eq!(seen(&line("TIME_WAIT  ")), []);
-        assert!(seen(head).is_empty() && seen("").is_empty());
-        let v6 = "TCP fd00:0000:0000:0000:0000:0000:0000:0002 D1A2 fd00:0010:0096:0000:0000:0000:0000:000a 0035 \
-                  fd00:0000:0000:0000:0000:0000:0000:0009 1F90 ESTABLISHED     899";
-        assert_eq!(seen(v6), [key(Protocol::Tcp, "[fd00:10:96::a]:53")]);
-        assert_eq!(seen("UDP C0A84D02 D1A2 0A600050 0050 0AF4000A 1F90 ESTABLISHED 899"), [], "not one");
     }
 
     #[test]

@@ -70,7 +70,7 @@ async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<
         }
         let mut chains = saved.ours(ours);
         // A chain that others' rules lead to can be emptied, not removed.
-        for name in saved.needed_by_others(table, ours) {
+        for name in saved.needed_by_others(table, JUMPS, ours) {
             warn!(family = ?runner.family(), table, chain = %name, "other programs' rules lead to this chain; it is left empty");
             chains.remove(&name);
             let mut section = Section::new(table);

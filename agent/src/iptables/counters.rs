@@ -8,25 +8,27 @@ use std::time::Duration;
 use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::debug;
 
-use super::Dataplane;
+use super::Tools;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-impl Dataplane {
-    /// Packets that were dropped because connection tracking calls them invalid, by family, since the rule was written. Without
-    /// a family whose rule is not there.
-    pub async fn invalid_dropped(&self) -> BTreeMap<IpFamily, u64> {
-        let mut dropped = BTreeMap::new();
-        for family in self.families() {
-            let command = self.tools().command(*family, "");
-            let args = ["-w", "5", "-t", "filter", "-v", "-S", "KUBE-FORWARD"];
-            match self.tools().run(&command, &args, None, TIMEOUT).await {
-                Ok(text) => dropped.extend(packets(&text).map(|packets| (*family, packets))),
-                Err(error) => debug!(?family, "the packets that were dropped cannot be read: {error}"),
-            }
+/// Packets that a rule of this chain dropped because connection tracking calls them invalid, by family, since it was written. Without
+/// a family whose rule is not there.
+pub(crate) async fn invalid_dropped(
+    tools: &Tools,
+    families: &[IpFamily],
+    chain: &str,
+) -> BTreeMap<IpFamily, u64> {
+    let mut dropped = BTreeMap::new();
+    for family in families {
+        let command = tools.command(*family, "");
+        let args = ["-w", "5", "-t", "filter", "-v", "-S", chain];
+        match tools.run(&command, &args, None, TIMEOUT).await {
+            Ok(text) => dropped.extend(packets(&text).map(|packets| (*family, packets))),
+            Err(error) => debug!(?family, "the packets that were dropped cannot be read: {error}"),
         }
-        dropped
     }
+    dropped
 }
 
 /// The packets of the rule that drops invalid ones.

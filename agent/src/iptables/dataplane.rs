@@ -15,6 +15,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use tracing::{debug, info, warn};
 
 use super::batch::{Batch, Script, Section};
+use super::counters::invalid_dropped;
 use super::ear::Ear;
 use super::ipset::Kind as _;
 use super::names::ChainName;
@@ -257,6 +258,11 @@ impl Dataplane {
             }
         }
         errors
+    }
+
+    /// Packets that were dropped because connection tracking calls them invalid, by family, since the rule was written.
+    pub async fn invalid_dropped(&self) -> BTreeMap<IpFamily, u64> {
+        invalid_dropped(&self.tools, &self.families, "KUBE-FORWARD").await
     }
 
     /// Finds out whether the kernel could be written now, by a restore that holds nothing. With the legacy flavour it takes

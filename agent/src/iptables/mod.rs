@@ -26,6 +26,7 @@ mod tree;
 pub(crate) mod tests;
 
 pub use cleanup::{Connections, cleanup};
+pub(crate) use counters::invalid_dropped;
 pub use dataplane::Dataplane;
 pub use ipvs::{destroy_sets, kube_proxy_sets, remove_ipvs_chains};
 pub use tools::{Flavour, Options, RunError, Tools, ToolsError};

@@ -90,16 +90,19 @@ impl Saved {
         self.chains.keys().filter(|name| ours(name)).map(|name| ChainName::new(name)).collect()
     }
 
-    /// Chains that the rules of others lead to, other than our jumps.
-    pub(crate) fn needed_by_others(&self, table: &str, ours: impl Fn(&str) -> bool) -> BTreeSet<ChainName> {
+    /// Chains that the rules of others lead to, other than our `jumps`.
+    pub(crate) fn needed_by_others(
+        &self,
+        table: &str,
+        jumps: &[Jump],
+        ours: impl Fn(&str) -> bool,
+    ) -> BTreeSet<ChainName> {
         let foreign = self.chains.keys().filter(|name| !ours(name));
         let rules =
             foreign.flat_map(|name| self.rules(name).into_iter().flatten().map(move |rule| (name, rule)));
         rules
             .filter(|(name, rule)| {
-                !super::shared::JUMPS
-                    .iter()
-                    .any(|jump| jump.table == table && jump.from == *name && leads(rule, jump))
+                !jumps.iter().any(|jump| jump.table == table && jump.from == *name && leads(rule, jump))
             })
             .filter_map(|(_, rule)| target(rule))
             .filter(|target| ours(target))
@@ -238,7 +241,7 @@ COMMIT
         assert!(!saved.has("KUBE-SVC-C"));
         assert_eq!(saved.marks("KUBE-MARK-MASQ"), 0x4000);
         assert_eq!(saved.jumps(JUMPS.last().unwrap()).count(), 1);
-        let needed: Vec<_> = saved.needed_by_others("nat", ours_in_nat).into_iter().collect();
+        let needed: Vec<_> = saved.needed_by_others("nat", JUMPS, ours_in_nat).into_iter().collect();
         assert_eq!(needed, [ChainName::new("KUBE-MARK-MASQ")]);
     }
 

@@ -303,7 +303,7 @@ impl State {
         }
         batch.dispatch = missing(frame.entrance);
         batch.dispatch.extend(missing(self.dispatch.chains()));
-        for name in nat.needed_by_others("nat", ours_in_nat) {
+        for name in nat.needed_by_others("nat", JUMPS, ours_in_nat) {
             stale.remove(&name);
         }
         let mut filter_stale = filter.ours(ours_in_filter);
@@ -335,7 +335,7 @@ impl State {
         }
         batch.listed = lists;
         batch.anchors = filter.anchors().map(str::to_owned).collect();
-        for name in filter.needed_by_others("filter", ours_in_filter) {
+        for name in filter.needed_by_others("filter", JUMPS, ours_in_filter) {
             filter_stale.remove(&name);
         }
         let absent = |jump: &&super::shared::Jump| {

@@ -12,25 +12,25 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode};
 use tracing::{info, warn};
 
+use super::leftovers::leftovers;
 use super::{Opened, Platform};
 use crate::config::Rejection;
 use crate::conntrack::{self, Job, Report};
 use crate::iptables::{self, Connections, Tools};
+use crate::ipvs;
 use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
 use crate::netfilter::Notices;
 use crate::nftables;
 use crate::plan::{Changes, Plan, PortId, PortPlan};
-use crate::sysctl::{Machine, Settings, Sysctls, Write};
+use crate::sysctl::{Machine, Setting, Settings, Sysctls, Write};
 use crate::takeover::{Known, Left, Takeover, TakeoverError};
 use crate::userspace;
 use crate::userspace::counters::Counters;
 use crate::userspace::localhost::Localhost;
 
-const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
-
 /// Modes that this build can run.
-pub const MODES: [Mode; 3] = [Mode::Nftables, Mode::Iptables, Mode::Userspace];
+pub const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];
 /// When the agent stops, proxied connections get this long to end. The kubelet waits for thirty seconds.
 const LAST_CONNECTIONS: Duration = Duration::from_secs(20);
 
@@ -40,6 +40,8 @@ pub struct Node {
     sysctls: Sysctls,
     counters: Counters,
     takeover: Takeover,
+    /// What of mode ipvs waits for its connections to end.
+    leaving: Option<ipvs::Leaving>,
     /// Once it was asked for.
     localhost: Option<Localhost>,
 }
@@ -48,7 +50,8 @@ impl Node {
     /// The node, whose kernel settings are below `sysctls`, a directory like `/proc/sys`. A proxy counts what it does in `counters`.
     #[must_use]
     pub fn new(sysctls: &Path, counters: Counters) -> Self {
-        Self { sysctls: Sysctls::new(sysctls), counters, takeover: Takeover::default(), localhost: None }
+        let sysctls = Sysctls::new(sysctls);
+        Self { sysctls, counters, takeover: Takeover::default(), leaving: None, localhost: None }
     }
 }
 
@@ -56,6 +59,8 @@ impl Node {
 pub enum Dataplane {
     /// Mode iptables.
     Iptables(iptables::Dataplane),
+    /// Mode ipvs.
+    Ipvs(Box<ipvs::Dataplane>),
     /// Mode nftables.
     Nftables(nftables::Dataplane),
     /// Mode userspace.
@@ -68,6 +73,7 @@ impl Dataplane {
     pub fn families(&self) -> &[IpFamily] {
         match self {
             Self::Iptables(iptables) => iptables.families(),
+            Self::Ipvs(ipvs) => ipvs.families(),
             Self::Nftables(nftables) => nftables.families(),
             Self::Userspace(userspace) => userspace.families(),
         }
@@ -85,10 +91,11 @@ impl Platform for Node {
         let families = choose_families(config.ip_family_policy, node, kernel_has_ipv6())?;
         let mut refused: Vec<Rejection> = Vec::new();
         for mode in [config.mode].iter().chain(&config.fallback_modes).copied() {
-            match open_mode(mode, config, &families, &self.counters).await {
+            match self.open_mode(mode, config, &families).await {
                 Ok(dataplane) => {
                     let iptables_version = match &dataplane {
                         Dataplane::Iptables(iptables) => Some(iptables.tools().version().to_owned()),
+                        Dataplane::Ipvs(ipvs) => Some(ipvs.tools().version().to_owned()),
                         Dataplane::Nftables(_) | Dataplane::Userspace(_) => None,
                     };
                     let leftovers = leftovers(&dataplane).await;
@@ -102,11 +109,23 @@ impl Platform for Node {
     }
 
     async fn retire(&mut self, old: &Self::Dataplane, new: &Self::Dataplane) -> Result<(), SyncError> {
+        match (old, new) {
+            // It has taken over what was about to leave.
+            (_, Dataplane::Ipvs(_)) => self.leaving = None,
+            (Dataplane::Ipvs(old), _) => {
+                self.leaving = Some(ipvs::Leaving::begin(old.tools(), old.families()).await?);
+                return Ok(());
+            }
+            _ => {}
+        }
         for family in old.families() {
             let served = new.families().contains(family);
             let taken_over = match (old, new) {
                 // The same chains, or the same table.
                 (Dataplane::Iptables(old), Dataplane::Iptables(new)) => {
+                    old.tools().flavour() == new.tools().flavour()
+                }
+                (Dataplane::Ipvs(old), Dataplane::Ipvs(new)) => {
                     old.tools().flavour() == new.tools().flavour()
                 }
                 (Dataplane::Nftables(_), Dataplane::Nftables(_))
@@ -123,6 +142,9 @@ impl Platform for Node {
                     let connections = if served { Connections::Covered } else { Connections::Anchor };
                     iptables::cleanup(old.tools(), &[*family], connections).await.map(|_| ())
                 }
+                // Of another flavour the chains, of another family everything.
+                Dataplane::Ipvs(old) if served => ipvs::remove_chains(old.tools(), *family).await,
+                Dataplane::Ipvs(old) => ipvs::cleanup(std::slice::from_ref(old.tools()), &[*family]).await,
                 Dataplane::Nftables(_) => {
                     info!(?family, "removing the table of nftables that is not in use any more");
                     nftables::cleanup(&[*family]).await
@@ -145,7 +167,16 @@ impl Platform for Node {
 
     async fn take_over(&mut self, new: &Self::Dataplane, plan: &Plan) -> Result<bool, SyncError> {
         let known = Known::of(plan);
+        if let Some(leaving) = &self.leaving {
+            if !leaving.look().await? {
+                // Without tools, only what packets may meet.
+                let removed = self.takeover.remove(None, &known).await;
+                return removed.map(|_| false).map_err(|error| not_taken_over(new, &error));
+            }
+            self.leaving = None;
+        }
         let removed = match new {
+            Dataplane::Ipvs(ipvs) => Takeover::remove_beside_ipvs(ipvs.tools()).await.map(|()| Left::Nothing),
             Dataplane::Iptables(iptables) => self.takeover.remove(Some(iptables.tools()), &known).await,
             Dataplane::Nftables(_) | Dataplane::Userspace(_) => {
                 let tools = Tools::detect(IptablesBackend::Auto).await.ok();
@@ -155,11 +186,7 @@ impl Platform for Node {
         match removed {
             Ok(Left::Draining) => Ok(false),
             Ok(Left::Nothing) => Ok(true),
-            Err(error @ TakeoverError::Table(_)) => Err(SyncError {
-                family: new.families().first().copied().unwrap_or(IpFamily::IPv4),
-                failure: SyncFailure::SyncFailed,
-                message: error.to_string(),
-            }),
+            Err(error @ TakeoverError::Table(_)) => Err(not_taken_over(new, &error)),
             Err(error @ TakeoverError::Ipvs { .. }) => {
                 warn!("{error}");
                 Ok(false)
@@ -230,92 +257,64 @@ impl Platform for Node {
     }
 }
 
-async fn open_mode(
-    mode: Mode,
-    config: &NodeProxyConfiguration,
-    families: &[IpFamily],
-    counters: &Counters,
-) -> Result<Dataplane, Rejection> {
-    match mode {
-        Mode::Iptables => {
-            let tools = Tools::detect(config.iptables.backend)
+impl Node {
+    async fn open_mode(
+        &self,
+        mode: Mode,
+        config: &NodeProxyConfiguration,
+        families: &[IpFamily],
+    ) -> Result<Dataplane, Rejection> {
+        match mode {
+            Mode::Iptables => {
+                let tools = find_tools(config).await?;
+                let mut dataplane = iptables::Dataplane::new(tools, families);
+                match Notices::subscribe() {
+                    Ok(notices) => dataplane.listen(notices),
+                    Err(error) => {
+                        info!(
+                            "the kernel's notices about rules cannot be read ({error}); reading the rules instead"
+                        );
+                    }
+                }
+                Ok(Dataplane::Iptables(dataplane))
+            }
+            Mode::Nftables => nftables::Dataplane::open(families)
                 .await
-                .map_err(|error| Rejection { reason: "ToolMissing", message: error.to_string() })?;
-            info!(version = tools.version(), "iptables tools found");
-            let mut dataplane = iptables::Dataplane::new(tools, families);
-            match Notices::subscribe() {
-                Ok(notices) => dataplane.listen(notices),
-                Err(error) => {
-                    info!(
-                        "the kernel's notices about rules cannot be read ({error}); reading the rules instead"
-                    );
+                .map(Dataplane::Nftables)
+                .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
+            Mode::Userspace => userspace::Dataplane::open(families, self.counters.clone())
+                .await
+                .map(Dataplane::Userspace)
+                .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
+            Mode::Ipvs => {
+                let tools = find_tools(config).await?;
+                let unsupported = |message| Rejection { reason: "KernelUnsupported", message };
+                let scheduler = config.ipvs.scheduler;
+                let opened = ipvs::Dataplane::open(tools, families, scheduler).await.map_err(unsupported)?;
+                // Connections that are not tracked are not masqueraded, and could not go on in another mode.
+                let applied = self.sysctls.prepare_ipvs(Machine::this());
+                match applied.failed.iter().find(|failed| failed.write.setting == Setting::IpvsConntrack) {
+                    Some(failed) => Err(unsupported(failed.to_string())),
+                    None => Ok(Dataplane::Ipvs(Box::new(opened))),
                 }
             }
-            Ok(Dataplane::Iptables(dataplane))
         }
-        Mode::Nftables => nftables::Dataplane::open(families)
-            .await
-            .map(Dataplane::Nftables)
-            .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
-        Mode::Userspace => userspace::Dataplane::open(families, counters.clone())
-            .await
-            .map(Dataplane::Userspace)
-            .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
-        Mode::Ipvs => Err(Rejection {
-            reason: "ModeUnsupported",
-            message: format!("mode {mode} is not supported by this agent"),
-        }),
     }
 }
 
-/// What a process has left that was killed while it changed the mode, the flavour or the families: nobody else would remove it.
-async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
-    let families = dataplane.families();
-    let other = |family: &IpFamily| !families.contains(family);
-    let mut left = Vec::new();
-    let mut add = |tools: Tools, families: &[IpFamily]| {
-        left.push(Dataplane::Iptables(iptables::Dataplane::new(tools, families)));
-    };
-    let unknown = |error| {
-        info!("whether there are tables of ours is not known: {error}");
-        Vec::new()
-    };
-    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(unknown);
-    let mut proxies = userspace::installed(&BOTH).await.unwrap_or_else(unknown);
-    match dataplane {
-        Dataplane::Iptables(iptables) => {
-            let tools = iptables.tools();
-            if let Some(flavour) = tools.other_flavour_in_use().await {
-                add(flavour, &BOTH);
-            }
-            for family in BOTH.into_iter().filter(other) {
-                if tools.in_use(family).await {
-                    add(tools.clone(), &[family]);
-                }
-            }
-        }
-        Dataplane::Nftables(_) | Dataplane::Userspace(_) => {
-            let own = if matches!(dataplane, Dataplane::Nftables(_)) { &mut tables } else { &mut proxies };
-            own.retain(other);
-            for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
-                let Ok(tools) = Tools::detect(backend).await else { continue };
-                if tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await {
-                    add(tools, &BOTH);
-                }
-            }
-        }
+async fn find_tools(config: &NodeProxyConfiguration) -> Result<Tools, Rejection> {
+    let tools = Tools::detect(config.iptables.backend).await;
+    let tools = tools.map_err(|error| Rejection { reason: "ToolMissing", message: error.to_string() })?;
+    info!(version = tools.version(), "iptables tools found");
+    Ok(tools)
+}
+
+fn not_taken_over(new: &Dataplane, error: &TakeoverError) -> SyncError {
+    SyncError {
+        family: new.families().first().copied().unwrap_or(IpFamily::IPv4),
+        failure: SyncFailure::SyncFailed,
+        message: error.to_string(),
     }
-    if !tables.is_empty()
-        && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
-    {
-        left.push(Dataplane::Nftables(nftables));
-    }
-    if !proxies.is_empty()
-        && let Ok(userspace) = userspace::Dataplane::leftover(&proxies)
-    {
-        left.push(Dataplane::Userspace(userspace));
-    }
-    left
 }
 
 /// Why it is not the mode of first choice.
@@ -341,6 +340,7 @@ impl super::Dataplane for Dataplane {
     async fn sync(&mut self, plan: &Plan, changes: &Changes) -> (Synced, Vec<SyncError>) {
         match self {
             Self::Iptables(iptables) => iptables.sync(plan, changes).await,
+            Self::Ipvs(ipvs) => ipvs.sync(plan, changes).await,
             Self::Nftables(nftables) => nftables.sync(plan, changes).await,
             Self::Userspace(userspace) => userspace.sync(plan, changes).await,
         }
@@ -349,6 +349,7 @@ impl super::Dataplane for Dataplane {
     async fn changed(&mut self) {
         match self {
             Self::Iptables(iptables) => iptables.changed().await,
+            Self::Ipvs(ipvs) => ipvs.changed().await,
             Self::Nftables(nftables) => nftables.changed().await,
             Self::Userspace(userspace) => userspace.changed().await,
         }
@@ -372,6 +373,7 @@ impl super::Dataplane for Dataplane {
     async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
         match self {
             Self::Iptables(iptables) => iptables.invalid_dropped().await,
+            Self::Ipvs(ipvs) => ipvs.invalid_dropped().await,
             Self::Nftables(nftables) => nftables.invalid_dropped().await,
             // It has no such rule.
             Self::Userspace(_) => BTreeMap::new(),
@@ -381,6 +383,7 @@ impl super::Dataplane for Dataplane {
     async fn verify(&mut self, plan: &Plan, reach: Reach) -> Result<Vec<String>, SyncError> {
         match self {
             Self::Iptables(iptables) => iptables.verify(plan, reach).await,
+            Self::Ipvs(ipvs) => ipvs.verify(plan).await,
             Self::Nftables(nftables) => nftables.verify(plan, reach).await,
             Self::Userspace(userspace) => userspace.verify().await,
         }
@@ -389,6 +392,7 @@ impl super::Dataplane for Dataplane {
     async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
         match self {
             Self::Iptables(iptables) => iptables.repair(plan).await,
+            Self::Ipvs(ipvs) => ipvs.repair(plan).await,
             Self::Nftables(nftables) => nftables.repair().await,
             Self::Userspace(userspace) => userspace.repair().await,
         }
@@ -397,6 +401,7 @@ impl super::Dataplane for Dataplane {
     async fn probe(&mut self, plan: &Plan) -> Result<(), SyncError> {
         match self {
             Self::Iptables(iptables) => iptables.probe(plan).await,
+            Self::Ipvs(ipvs) => ipvs.probe(plan).await,
             Self::Nftables(nftables) => nftables.probe().await,
             Self::Userspace(userspace) => userspace.probe().await,
         }
@@ -440,7 +445,6 @@ fn kernel_has_ipv6() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::tests::sample;
     use IpFamily::{IPv4, IPv6};
 
     fn node(addresses: &[&str]) -> NodeFacts {
@@ -450,21 +454,20 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_mode_that_this_build_does_not_have_is_refused_with_a_way_out() {
-        let rejection = open_mode(Mode::Ipvs, &sample(), &BOTH, &Counters::default()).await.err().unwrap();
-        assert_eq!(rejection.reason, "ModeUnsupported");
-        let tool = Rejection { reason: "ToolMissing", message: "no iptables".to_owned() };
-        let none = no_mode(&[rejection.clone(), tool]);
-        assert_eq!(none.reason, "ModeUnsupported");
+    #[test]
+    fn modes_that_a_node_cannot_run_are_named_with_a_way_out() {
+        let refused = |reason, message: &str| Rejection { reason, message: message.to_owned() };
+        let kernel = refused("KernelUnsupported", "the kernel has no IPVS");
+        let none = no_mode(&[kernel.clone(), refused("ToolMissing", "no iptables")]);
+        assert_eq!(none.reason, "KernelUnsupported");
         assert_eq!(
             none.message,
-            "mode ipvs is not supported by this agent; no iptables; this agent has the modes nftables, iptables, userspace: add one that this node can run to fallbackModes"
+            "the kernel has no IPVS; no iptables; this agent has the modes nftables, iptables, ipvs, userspace: add one that this node can run to fallbackModes"
         );
         assert_eq!(fallback(Mode::Iptables, &[]), None);
         assert_eq!(
-            fallback(Mode::Iptables, &[rejection]).unwrap(),
-            "mode ipvs is not supported by this agent; running in mode iptables from fallbackModes"
+            fallback(Mode::Iptables, &[kernel]).unwrap(),
+            "the kernel has no IPVS; running in mode iptables from fallbackModes"
         );
     }
 

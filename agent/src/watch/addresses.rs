@@ -16,6 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
+use crate::ipvs::device;
 use crate::model::Change;
 use crate::sync::Input;
 
@@ -26,10 +27,10 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// `RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR` of `linux/rtnetlink.h`.
 const GROUPS: u32 = 0x10 | 0x100;
 
-/// All addresses of all interfaces of this network namespace.
+/// All addresses of all interfaces of this network namespace, but for those of virtual servers.
 pub fn read() -> io::Result<BTreeSet<IpAddr>> {
     let mut addresses = BTreeSet::new();
-    for interface in getifaddrs()? {
+    for interface in getifaddrs()?.filter(|interface| interface.interface_name != device::NAME) {
         let Some(address) = interface.address else { continue };
         if let Some(v4) = address.as_sockaddr_in() {
             addresses.insert(SocketAddr::from(std::net::SocketAddrV4::from(*v4)).ip());

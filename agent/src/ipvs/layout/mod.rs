@@ -259,14 +259,4 @@ impl Delta {
             self.far.remove(&rule);
         }
     }
-
-    /// Whether the kernel stays as it is.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.servers.is_empty()
-            && self.sets == SetChanges::default()
-            && self.chains.iter().all(Chains::is_empty)
-            && self.stale.is_empty()
-            && self.near.is_empty()
-            && self.far.is_empty()
-    }
 }

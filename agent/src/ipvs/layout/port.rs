@@ -53,7 +53,7 @@ pub(crate) struct Piece {
 
 impl Site {
     /// Whether a frontend's address is left to others.
-    fn excludes(&self, address: IpAddr) -> bool {
+    pub(crate) fn excludes(&self, address: IpAddr) -> bool {
         self.ipvs.exclude_cidrs.iter().any(|block| block.contains(&address))
     }
 
@@ -76,8 +76,7 @@ impl Site {
             IpvsScheduler::Mh => SCHEDULER_FALLBACK | SCHEDULER_PORT,
             _ => 0,
         };
-        let prefix =
-            if self.node.family == pointsman_crds::proxy_node_status::IpFamily::IPv4 { 32 } else { 128 };
+        let prefix = if self.node.family == IpFamily::IPv4 { 32 } else { 128 };
         Settings {
             scheduler: scheduler_name(self.ipvs.scheduler).into(),
             flags,

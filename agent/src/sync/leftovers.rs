@@ -1,0 +1,99 @@
+//! What an earlier process has left in the kernel, in other modes than the one that runs.
+//!
+//! In: the data plane that runs. Out: data planes to be retired, since nobody else would remove what they wrote.
+
+use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::IptablesBackend;
+use tracing::info;
+
+use super::node::Dataplane;
+use crate::iptables::{self, Tools};
+use crate::{ipvs, nftables, userspace};
+
+const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
+
+/// What a process has left that was killed while it changed the mode, the flavour or the families: nobody else would remove it.
+pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
+    let families = dataplane.families();
+    let other = |family: &IpFamily| !families.contains(family);
+    let mut left = Vec::new();
+    let mut add = |tools: Tools, families: &[IpFamily]| {
+        left.push(Dataplane::Iptables(iptables::Dataplane::new(tools, families)));
+    };
+    let unknown = |error| {
+        info!("whether there are tables of ours is not known: {error}");
+        Vec::new()
+    };
+    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(unknown);
+    let mut proxies = userspace::installed(&BOTH).await.unwrap_or_else(unknown);
+    match dataplane {
+        Dataplane::Iptables(iptables) => {
+            let tools = iptables.tools();
+            if let Some(flavour) = tools.other_flavour_in_use().await {
+                add(flavour, &BOTH);
+            }
+            for family in BOTH.into_iter().filter(other) {
+                if tools.in_use(family).await {
+                    add(tools.clone(), &[family]);
+                }
+            }
+        }
+        Dataplane::Nftables(_) | Dataplane::Userspace(_) | Dataplane::Ipvs(_) => {
+            match dataplane {
+                Dataplane::Nftables(_) => tables.retain(other),
+                Dataplane::Userspace(_) => proxies.retain(other),
+                _ => {}
+            }
+            for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
+                let Ok(tools) = Tools::detect(backend).await else { continue };
+                if tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await {
+                    add(tools, &BOTH);
+                }
+            }
+        }
+    }
+    left.extend(ipvs_leftovers(dataplane).await);
+    if !tables.is_empty()
+        && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
+    {
+        left.push(Dataplane::Nftables(nftables));
+    }
+    if !proxies.is_empty()
+        && let Ok(userspace) = userspace::Dataplane::leftover(&proxies)
+    {
+        left.push(Dataplane::Userspace(userspace));
+    }
+    left
+}
+
+/// What is left of mode ipvs, by the flavour of its chains. A process may have been killed when they were gone already, and nothing else.
+async fn ipvs_leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
+    let own = if let Dataplane::Ipvs(own) = dataplane { Some(own) } else { None };
+    let (mut left, mut without) = (Vec::new(), None);
+    for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
+        let Ok(tools) = Tools::detect(backend).await else { continue };
+        let (mut there, mut rest) = (Vec::new(), Vec::new());
+        for family in ipvs::installed(&tools, &BOTH).await {
+            let in_force = own.filter(|own| own.families().contains(&family));
+            if in_force.is_some_and(|own| own.tools().flavour() == tools.flavour()) {
+                continue;
+            }
+            if ipvs::has_chains(&tools, family).await {
+                there.push(family);
+            } else if in_force.is_none() {
+                rest.push(family);
+            }
+        }
+        if !rest.is_empty() {
+            without.get_or_insert((tools.clone(), rest));
+        }
+        if !there.is_empty() {
+            left.push((tools, there));
+        }
+    }
+    if left.is_empty() {
+        left.extend(without);
+    }
+    let opened = left.into_iter().filter_map(|(tools, there)| ipvs::Dataplane::leftover(tools, &there).ok());
+    opened.map(|ipvs| Dataplane::Ipvs(Box::new(ipvs))).collect()
+}
