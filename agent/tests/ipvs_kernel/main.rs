@@ -7,6 +7,7 @@
 mod support;
 
 mod client;
+mod dataplane;
 mod device;
 mod probe;
 mod takeover;

@@ -214,6 +214,15 @@ impl Stream {
         Ok(stream)
     }
 
+    /// Breaks it off, so that nobody waits for the end of it.
+    pub fn reset(self) {
+        let socket = self.0.into_inner();
+        socket.set_nonblocking(true).unwrap();
+        super::world::block_on(async {
+            tokio::net::TcpStream::from_std(socket).unwrap().set_zero_linger().unwrap();
+        });
+    }
+
     /// Its own end.
     pub fn local(&self) -> SocketAddr {
         self.0.get_ref().local_addr().unwrap()

@@ -114,7 +114,12 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 impl World {
     /// The usual node.
     pub fn new(lab: &Lab, way: impl Into<Way>) -> Self {
-        let mut world = Self::over(way.into().open(lab));
+        Self::usual(way.into().open(lab))
+    }
+
+    /// The usual node, with this data plane.
+    pub fn usual(dataplane: Dataplane) -> Self {
+        let mut world = Self::over(dataplane);
         let own = FAMILIES.into_iter().flat_map(hosts::node_addresses);
         world.apply(Change::Node(NodeFacts {
             name: NODES[0].into(),

@@ -45,6 +45,8 @@ const ROUTE_TABLE: u16 = 15;
 const LOCAL_TABLE: u8 = 255;
 /// `RTPROT_KERNEL`: routing daemons leave such routes alone.
 const BY_KERNEL: u8 = 2;
+/// `RTPROT_UNSPEC`: to be removed, whoever made it.
+const BY_ANYBODY: u8 = 0;
 /// `RT_SCOPE_HOST`
 const ON_HOST: u8 = 254;
 /// `RTN_LOCAL`
@@ -142,7 +144,8 @@ fn route(
     source: Option<IpAddr>,
 ) {
     // struct rtmsg: family, lengths of both prefixes, TOS, table, protocol, scope, type, flags.
-    let header = [family(address), bits(address), 0, 0, LOCAL_TABLE, BY_KERNEL, ON_HOST, LOCAL, 0, 0, 0, 0];
+    let by = if kind == DEL_ROUTE { BY_ANYBODY } else { BY_KERNEL };
+    let header = [family(address), bits(address), 0, 0, LOCAL_TABLE, by, ON_HOST, LOCAL, 0, 0, 0, 0];
     to.request(kind, flags, sequence, &header, |to| {
         octets(to, ROUTE_DESTINATION, address);
         to.native(ROUTE_DEVICE, index);

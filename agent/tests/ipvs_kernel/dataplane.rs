@@ -1,0 +1,352 @@
+//! Mode ipvs as a whole: taking over, drift, endpoints that leave, changes of the mode under traffic, cleanup.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use pointsman_agent::iptables::{self, Tools};
+use pointsman_agent::ipvs::client::Connection;
+use pointsman_agent::ipvs::server::{Key, Operation, RealServer, Settings, VirtualServer};
+use pointsman_agent::model::Protocol;
+use pointsman_agent::sync::Platform;
+use pointsman_agent::sync::node::{Dataplane, Node};
+use pointsman_agent::sysctl::{Machine, Sysctls};
+use pointsman_agent::userspace::counters::Counters;
+use pointsman_agent::{ipvs, sysctl};
+use pointsman_crds::settings::{IptablesBackend, IpvsScheduler};
+use serde_json::json;
+
+use crate::support;
+use crate::support::lab::{Lab, NODE, address, ip};
+use crate::support::scenario::hosts::Host;
+use crate::support::traffic::{Answer, PATIENT, ask};
+use crate::support::world::{FAMILIES, World, block_on};
+
+fn tools() -> Tools {
+    block_on(Tools::detect(IptablesBackend::Legacy)).unwrap()
+}
+
+/// In the network namespace of the thread.
+fn open() -> Dataplane {
+    let opened = block_on(ipvs::Dataplane::open(tools(), &FAMILIES, IpvsScheduler::Rr));
+    Dataplane::Ipvs(Box::new(opened.unwrap()))
+}
+
+/// Takes the thread to the node of a new lab.
+fn at_node(test: impl FnOnce(Arc<Lab>) + Send + 'static) {
+    support::needs_ipvs();
+    let inside = || {
+        let lab = Arc::new(Lab::new().unwrap());
+        lab.enter(NODE);
+        let applied = Sysctls::new(Path::new("/proc/sys")).prepare_ipvs(Machine::this());
+        let failed = |setting| applied.failed.iter().any(|failed| failed.write.setting == setting);
+        assert!(!failed(sysctl::Setting::IpvsConntrack), "{applied:?}");
+        test(lab);
+    };
+    if let Err(panic) = std::thread::spawn(inside).join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+const CLUSTER_IP: [&str; 2] = ["172.30.0.80", "fd00:ac:1e::50"];
+
+fn load(world: &mut World) {
+    world.service(
+        "web",
+        json!({
+            "type": "NodePort",
+            "clusterIPs": CLUSTER_IP,
+            "ports": [
+                {"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080},
+                {"name": "dns", "protocol": "UDP", "port": 53, "nodePort": 30053},
+            ],
+        }),
+    );
+    world.endpoints("web", &["a", "r"]);
+}
+
+fn loaded(dataplane: Dataplane) -> World {
+    let mut world = World::usual(dataplane);
+    load(&mut world);
+    world
+}
+
+fn frontends() -> Vec<(&'static str, SocketAddr)> {
+    let mut all = Vec::new();
+    for (v6, cluster_ip) in [false, true].into_iter().zip(CLUSTER_IP) {
+        let cluster_ip = SocketAddr::from((ip(cluster_ip), 80));
+        all.push(("client", SocketAddr::from((address("node", v6), 30080))));
+        all.push(("node", cluster_ip));
+        all.push(("pod", cluster_ip));
+    }
+    all
+}
+
+fn all_answer(lab: &Lab) {
+    for (from, to) in frontends() {
+        let answer = lab.tcp(from, to);
+        assert!(matches!(answer, Answer::From(..)), "{from} to {to}: {answer:?}");
+    }
+}
+
+fn key(protocol: Protocol, address: &str, port: u16) -> Key {
+    Key::new(protocol, ip(address), port)
+}
+
+fn reals(key: &Key) -> Vec<(IpAddr, u32)> {
+    let reals = Connection::open().unwrap().reals(key).unwrap();
+    reals.into_iter().map(|real| (real.server.address.ip(), real.server.weight)).collect()
+}
+
+/// Asks all the time; returns how often, and what went wrong.
+struct Traffic {
+    stop: Arc<AtomicBool>,
+    threads: Vec<std::thread::JoinHandle<(usize, Vec<String>)>>,
+}
+
+impl Traffic {
+    fn start(lab: &Lab) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let threads = frontends().into_iter().map(|(from, to)| {
+            let stop = stop.clone();
+            let source = Host::named(from).unwrap().source(&to);
+            lab.spawn(Host::named(from).unwrap().namespace, move || {
+                let (mut count, mut failed) = (0, Vec::new());
+                while !stop.load(Ordering::Relaxed) {
+                    let start = Instant::now();
+                    let answer = block_on(ask(source, to, Protocol::Tcp, PATIENT));
+                    let late = start.elapsed() > Duration::from_millis(950);
+                    if late || !matches!(answer, Answer::From(..)) {
+                        failed.push(format!("{from} to {to}: {answer:?} after {:?}", start.elapsed()));
+                    }
+                    count += 1;
+                    std::thread::park_timeout(Duration::from_millis(20));
+                }
+                (count, failed)
+            })
+        });
+        Self { threads: threads.collect(), stop }
+    }
+
+    fn stop(self) -> usize {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut total = 0;
+        for thread in self.threads {
+            let (count, failed) = thread.join().unwrap();
+            assert_eq!(failed, Vec::<String>::new(), "of {count}");
+            total += count;
+        }
+        total
+    }
+}
+
+#[test]
+fn ipvs_a_restart_finds_everything_in_place_and_writes_nothing() {
+    at_node(|lab| {
+        let mut world = loaded(open());
+        let synced = world.settle();
+        assert!(synced.full && synced.written.values().sum::<usize>() > 0);
+        all_answer(&lab);
+        let synced = loaded(open()).settle();
+        assert!(synced.full);
+        assert_eq!(synced.written.values().sum::<usize>(), 0, "{:?}", synced.written);
+        // ClusterIP and NodePort of DNS, in both families.
+        assert_eq!(synced.served.len(), 4, "{:?}", synced.served);
+        // What an agent has not seen go is removed by the next one.
+        let mut successor = World::usual(open());
+        successor.settle();
+        assert_eq!(Connection::open().unwrap().servers().unwrap().unwrap(), []);
+        for (from, to) in frontends() {
+            assert!(!matches!(lab.tcp(from, to), Answer::From(..)), "{from} to {to}");
+        }
+    });
+}
+
+#[test]
+fn syn_10_what_others_change_is_found_and_repaired_where_it_differs() {
+    at_node(|lab| {
+        let foreign = VirtualServer {
+            key: key(Protocol::Tcp, "203.0.113.200", 80),
+            settings: Settings { scheduler: "wlc".into(), flags: 0, persistence: None },
+        };
+        let real = RealServer { address: "203.0.113.9:80".parse().unwrap(), weight: 7 };
+        let mut connection = Connection::open().unwrap();
+        let add = Operation::AddReal { server: foreign.key, real };
+        connection.apply(&[Operation::AddServer(foreign.clone()), add]).unwrap();
+        let mut world = loaded(open());
+        world.settle();
+        let web = key(Protocol::Tcp, CLUSTER_IP[0], 80);
+        let endpoint = SocketAddr::new(address("a", false), 8080);
+        let edit = RealServer { address: endpoint, weight: 9 };
+        let wrong = VirtualServer { key: web, settings: foreign.settings.clone() };
+        let operations = [
+            (Operation::RemoveReal { server: web, real: endpoint }, "real server 10.180.0.1:8080 missing"),
+            (Operation::EditReal { server: web, real: edit }, "different"),
+            (Operation::AddReal { server: web, real }, "real server 203.0.113.9:80 left over"),
+            (Operation::RemoveServer(web), "virtual server 172.30.0.80:80/tcp: missing"),
+            (Operation::EditServer(wrong), "virtual server 172.30.0.80:80/tcp: different"),
+        ];
+        let check = |world: &mut World, what: &str, expected: &str, count: usize| {
+            let differences = world.differences();
+            assert!(differences.iter().any(|line| line.contains(expected)), "{what}: {differences:?}");
+            assert_eq!(differences.len(), count, "{what}: {differences:?}");
+            let errors = world
+                .runtime
+                .block_on(pointsman_agent::sync::Dataplane::repair(&mut world.dataplane, &world.plan));
+            assert_eq!(errors, [], "{what}");
+            assert_eq!(world.differences(), Vec::<String>::new(), "{what}");
+            all_answer(&lab);
+        };
+        for (operation, expected) in operations {
+            connection.apply(std::slice::from_ref(&operation)).unwrap();
+            check(&mut world, &operation.to_string(), expected, 1);
+        }
+        for (command, expected, count) in [
+            ("ipset flush POINTSMAN-IPVS-EXTERNAL", "set POINTSMAN-IPVS-EXTERNAL: missing", 2),
+            ("ipset add POINTSMAN-IPVS-DROP 172.30.0.80,tcp:80", "set POINTSMAN-IPVS-DROP: not ours", 1),
+            ("iptables-legacy -t nat -F POINTSMAN-IPVS-MASQ", "nat chain POINTSMAN-IPVS-MASQ", 1),
+            ("ip6tables-legacy -t mangle -D PREROUTING 1", "IPv6 mangle chain PREROUTING: no way to", 1),
+            (
+                "ip route del table local local 172.30.0.80 dev kube-ipvs0",
+                "local route to 172.30.0.80: missing",
+                1,
+            ),
+            ("ip route add local 172.30.0.81 dev kube-ipvs0 table local", "172.30.0.81: left over", 1),
+            ("ip addr add 172.30.0.82/32 dev kube-ipvs0", "address 172.30.0.82 on kube-ipvs0: left over", 3),
+            ("ip link del kube-ipvs0", "local route to 172.30.0.80: missing", 2),
+        ] {
+            lab.node(command);
+            check(&mut world, command, expected, count);
+        }
+        let there = connection.servers().unwrap().unwrap();
+        assert!(there.contains(&foreign), "{there:?}");
+        assert_eq!(reals(&foreign.key), [(real.address.ip(), 7)]);
+        // A write that fails is read back: somebody has a route to an address that is to become local.
+        lab.node("ip route add local 172.30.0.90 dev lo table local");
+        world.service(
+            "new",
+            json!({"clusterIPs": ["172.30.0.90", "fd00:ac:1e::90"], "ports": [{"name": "web", "port": 80}]}),
+        );
+        let (_, errors) = world.try_sync();
+        assert_eq!(errors.len(), 1, "IPv6 is written all the same");
+        assert!(errors[0].message.contains("172.30.0.90"), "{errors:?}");
+        lab.node("ip route del local 172.30.0.90 dev lo table local");
+        assert!(world.settle().full);
+        all_answer(&lab);
+        // Everything of ours goes, and nothing else.
+        block_on(ipvs::cleanup(&[tools()], &FAMILIES)).unwrap();
+        assert_eq!(connection.servers().unwrap().unwrap(), [foreign]);
+        let left = lab.node("ipset list -name; iptables-legacy-save; ip6tables-legacy-save; ip link");
+        assert!(
+            !left.contains("PM-IPVS") && !left.contains("POINTSMAN") && !left.contains("kube-ipvs0"),
+            "{left}"
+        );
+        block_on(ipvs::cleanup(&[tools()], &FAMILIES)).unwrap();
+    });
+}
+
+#[test]
+fn ipvs_connections_to_an_endpoint_that_leaves_go_on_and_it_goes_with_the_last_one() {
+    at_node(|lab| {
+        let mut world = loaded(open());
+        world.endpoints("web", &["a"]);
+        world.settle();
+        let web = key(Protocol::Tcp, CLUSTER_IP[0], 80);
+        let mut stream = lab.stream("pod", (ip(CLUSTER_IP[0]), 80));
+        assert!(stream.answers());
+        world.endpoints("web", &["b"]);
+        world.settle();
+        let (a, b) = (address("a", false), address("b", false));
+        let mut there = reals(&web);
+        there.sort_unstable();
+        assert_eq!(there, [(a, 0), (b, 1)]);
+        assert_eq!(reals(&key(Protocol::Udp, CLUSTER_IP[0], 53)), [(b, 1)], "at once");
+        assert!(stream.answers());
+        for _ in 0..4 {
+            assert!(matches!(lab.tcp("pod", (ip(CLUSTER_IP[0]), 80)), Answer::From(name, _) if name == "b"));
+        }
+        // A successor finds it as it should be, and leads on.
+        let mut successor = World::usual(open());
+        load(&mut successor);
+        successor.endpoints("web", &["b"]);
+        let synced = successor.settle();
+        assert_eq!(reals(&web).len(), 2);
+        assert!(synced.written.values().sum::<usize>() <= 2, "{:?}", synced.written);
+        assert!(stream.answers());
+        // The endpoint comes back.
+        successor.endpoints("web", &["a", "b"]);
+        successor.settle();
+        assert!(reals(&web).iter().all(|(_, weight)| *weight == 1));
+        successor.endpoints("web", &["b"]);
+        successor.settle();
+        stream.reset();
+        let begun = Instant::now();
+        // The kernel keeps a connection that has been broken off for ten seconds.
+        while reals(&web).len() > 1 {
+            assert!(begun.elapsed() < Duration::from_mins(1), "{:?}", reals(&web));
+            let changed = pointsman_agent::sync::Dataplane::changed(&mut successor.dataplane);
+            let _ = successor
+                .runtime
+                .block_on(async { tokio::time::timeout(Duration::from_secs(11), changed).await });
+        }
+        assert_eq!(successor.differences(), Vec::<String>::new());
+    });
+}
+
+// ids: SYN-17
+#[test]
+fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
+    at_node(|lab| {
+        let mut world = loaded(open());
+        world.settle();
+        let mut streams: Vec<_> = frontends().into_iter().map(|(from, to)| lab.stream(from, to)).collect();
+        let traffic = Traffic::start(&lab);
+        let mut node = Node::new(Path::new("/proc/sys"), Counters::default());
+        for _ in 0..3 {
+            let old = std::mem::replace(
+                &mut world.dataplane,
+                Dataplane::Iptables(iptables::Dataplane::new(tools(), &FAMILIES)),
+            );
+            assert!(world.settle().full);
+            world.runtime.block_on(node.retire(&old, &world.dataplane)).unwrap();
+            assert_eq!(world.differences(), Vec::<String>::new());
+            let done = world.runtime.block_on(node.take_over(&world.dataplane, &world.plan));
+            assert!(!done.unwrap(), "connections run through IPVS");
+            assert!(streams.iter_mut().all(support::traffic::Stream::answers));
+            let old = std::mem::replace(&mut world.dataplane, open());
+            world.settle();
+            world.runtime.block_on(node.retire(&old, &world.dataplane)).unwrap();
+            assert!(world.runtime.block_on(node.take_over(&world.dataplane, &world.plan)).unwrap());
+            assert_eq!(world.differences(), Vec::<String>::new());
+            assert!(streams.iter_mut().all(support::traffic::Stream::answers));
+        }
+        // And for good.
+        let old = std::mem::replace(
+            &mut world.dataplane,
+            Dataplane::Iptables(iptables::Dataplane::new(tools(), &FAMILIES)),
+        );
+        world.settle();
+        world.runtime.block_on(node.retire(&old, &world.dataplane)).unwrap();
+        let count = traffic.stop();
+        assert!(count > 50, "{count}");
+        // A deleted Service is not served by what is left, and its connections go on.
+        world.delete_service("web");
+        world.settle();
+        assert!(streams.iter_mut().all(support::traffic::Stream::answers));
+        for (from, to) in frontends() {
+            assert!(!matches!(lab.tcp(from, to), Answer::From(..)), "{from} to {to}");
+        }
+        drop(streams);
+        let begun = Instant::now();
+        while !world.runtime.block_on(node.take_over(&world.dataplane, &world.plan)).unwrap() {
+            assert!(begun.elapsed() < Duration::from_secs(20), "connections have ended");
+            std::thread::park_timeout(Duration::from_millis(200));
+        }
+        assert_eq!(Connection::open().unwrap().servers().unwrap().unwrap(), []);
+        let left = lab.node("ipset list -name; iptables-legacy-save; ip6tables-legacy-save; ip link");
+        assert!(!left.contains("IPVS") && !left.contains("kube-ipvs0"), "{left}");
+        assert_eq!(world.differences(), Vec::<String>::new());
+    });
+}
