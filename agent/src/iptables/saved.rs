@@ -184,13 +184,16 @@ fn frontend(rule: &str) -> Option<Target> {
 
 /// Whether a chain of the nat table is ours or kube-proxy's (iptables mode), by its name.
 pub(crate) fn ours_in_nat(name: &str) -> bool {
-    const NAMES: [&str; 6] = [
+    // The last two are of kube-proxy's mode ipvs, where KUBE-SERVICES leads to them.
+    const NAMES: [&str; 8] = [
         "KUBE-SERVICES",
         "KUBE-NODEPORTS",
         "KUBE-POSTROUTING",
         "KUBE-MARK-MASQ",
         "KUBE-MARK-MASQ-FOREIGN",
         "KUBE-PROXY-CANARY",
+        "KUBE-NODE-PORT",
+        "KUBE-LOAD-BALANCER",
     ];
     const PREFIXES: [&str; 8] =
         ["KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-", "KUBE-EXT-", "KUBE-FW-", "KUBE-XLB-", "KUBE-IP-", "KUBE-NP-"];

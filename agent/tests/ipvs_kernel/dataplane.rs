@@ -10,19 +10,19 @@ use pointsman_agent::iptables::{self, Tools};
 use pointsman_agent::ipvs::client::Connection;
 use pointsman_agent::ipvs::server::{Key, Operation, RealServer, Settings, VirtualServer};
 use pointsman_agent::model::Protocol;
-use pointsman_agent::sync::Platform;
 use pointsman_agent::sync::node::{Dataplane, Node};
+use pointsman_agent::sync::{Opened, Platform};
 use pointsman_agent::sysctl::{Machine, Sysctls};
 use pointsman_agent::userspace::counters::Counters;
 use pointsman_agent::{ipvs, sysctl};
-use pointsman_crds::settings::{IptablesBackend, IpvsScheduler};
+use pointsman_crds::settings::{IptablesBackend, IpvsScheduler, Mode};
 use serde_json::json;
 
 use crate::support;
 use crate::support::lab::{Lab, NODE, address, ip};
 use crate::support::scenario::hosts::Host;
 use crate::support::traffic::{Answer, PATIENT, ask};
-use crate::support::world::{FAMILIES, World, block_on};
+use crate::support::world::{FAMILIES, World, block_on, config};
 
 fn tools() -> Tools {
     block_on(Tools::detect(IptablesBackend::Legacy)).unwrap()
@@ -38,6 +38,8 @@ fn open() -> Dataplane {
 fn at_node(test: impl FnOnce(Arc<Lab>) + Send + 'static) {
     support::needs_ipvs();
     let inside = || {
+        // So little memory makes a small table, which traffic fills. All namespaces share it, and only the first one may say so.
+        std::fs::write("/proc/sys/net/netfilter/nf_conntrack_max", "65536").unwrap();
         let lab = Arc::new(Lab::new().unwrap());
         lab.enter(NODE);
         let applied = Sysctls::new(Path::new("/proc/sys")).prepare_ipvs(Machine::this());
@@ -71,6 +73,17 @@ fn loaded(dataplane: Dataplane) -> World {
     let mut world = World::usual(dataplane);
     load(&mut world);
     world
+}
+
+/// The node, opened as the sync loop does it.
+fn open_node(mode: Mode, world: &World) -> (Node, Opened<Dataplane>) {
+    let mut config = config();
+    config.mode = mode;
+    config.iptables.backend = IptablesBackend::Legacy;
+    let mut node = Node::new(Path::new("/proc/sys"), Counters::default());
+    let opened = world.runtime.block_on(node.open(&config, world.model.node())).unwrap();
+    assert_eq!((opened.mode, opened.fallback.as_ref()), (mode, None));
+    (node, opened)
 }
 
 fn frontends() -> Vec<(&'static str, SocketAddr)> {
@@ -335,6 +348,17 @@ fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
         world.delete_service("web");
         world.settle();
         assert!(streams.iter_mut().all(support::traffic::Stream::answers));
+        // The agent is killed meanwhile.
+        drop(node);
+        let (mut node, opened) = open_node(Mode::Iptables, &world);
+        world.dataplane = opened.dataplane;
+        world.settle();
+        assert_eq!(opened.leftovers.len(), 1);
+        for old in &opened.leftovers {
+            world.runtime.block_on(node.retire(old, &world.dataplane)).unwrap();
+        }
+        assert!(!world.runtime.block_on(node.take_over(&world.dataplane, &world.plan)).unwrap());
+        assert!(streams.iter_mut().all(support::traffic::Stream::answers));
         for (from, to) in frontends() {
             assert!(!matches!(lab.tcp(from, to), Answer::From(..)), "{from} to {to}");
         }
@@ -348,5 +372,69 @@ fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
         let left = lab.node("ipset list -name; iptables-legacy-save; ip6tables-legacy-save; ip link");
         assert!(!left.contains("IPVS") && !left.contains("kube-ipvs0"), "{left}");
         assert_eq!(world.differences(), Vec::<String>::new());
+    });
+}
+
+// ids: SYN-17
+#[test]
+fn ipvs_what_kube_proxy_has_in_the_same_mode_is_taken_over_without_a_gap() {
+    at_node(|lab| {
+        let (vip, node) = (ip(CLUSTER_IP[0]), address("node", false));
+        let mut connection = Connection::open().unwrap();
+        let settings = Settings { scheduler: "rr".into(), flags: 0, persistence: None };
+        let stale = key(Protocol::Tcp, "172.30.0.99", 80);
+        let foreign = Key::new(Protocol::Tcp, node, 443);
+        let web = [Key::new(Protocol::Tcp, vip, 80), Key::new(Protocol::Tcp, node, 30080)];
+        for server in web.into_iter().chain([stale, foreign]) {
+            let add = Operation::AddServer(VirtualServer { key: server, settings: settings.clone() });
+            let real = RealServer { address: (address("a", false), 8080).into(), weight: 1 };
+            connection.apply(&[add, Operation::AddReal { server, real }]).unwrap();
+        }
+        // Names, order and verdicts are those of kube-proxy.
+        lab.node(&format!(
+            "ip link add kube-ipvs0 type dummy; ip addr add {vip}/32 dev kube-ipvs0; ip addr add 172.30.0.99/32 dev kube-ipvs0
+             ipset create KUBE-CLUSTER-IP hash:ip,port; ipset add KUBE-CLUSTER-IP {vip},tcp:80; ipset create OTHER hash:ip
+             iptables-legacy-restore --noflush <<EOF
+*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-MARK-MASQ - [0:0]
+:KUBE-POSTROUTING - [0:0]
+:KUBE-NODE-PORT - [0:0]
+-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000
+-A KUBE-SERVICES -s 127.0.0.0/8 -j RETURN
+-A KUBE-SERVICES -m set --match-set KUBE-CLUSTER-IP dst,dst -j KUBE-MARK-MASQ
+-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT
+-A KUBE-SERVICES -m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT
+-A KUBE-NODE-PORT -p tcp -m tcp --dport 30080 -j KUBE-MARK-MASQ
+-A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN
+-A KUBE-POSTROUTING -j MASQUERADE
+-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
+-A OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
+-A POSTROUTING -m comment --comment \"kubernetes postrouting rules\" -j KUBE-POSTROUTING
+COMMIT
+EOF
+"
+        ));
+        let mut streams: Vec<_> = [("client", (node, 30080)), ("pod", (vip, 80)), ("node", (vip, 80))]
+            .map(|(from, to)| lab.stream(from, to))
+            .into();
+        let mut world = World::usual(open());
+        load(&mut world);
+        let (mut platform, opened) = open_node(Mode::Ipvs, &world);
+        world.dataplane = opened.dataplane;
+        world.settle();
+        for old in &opened.leftovers {
+            world.runtime.block_on(platform.retire(old, &world.dataplane)).unwrap();
+        }
+        assert!(world.runtime.block_on(platform.take_over(&world.dataplane, &world.plan)).unwrap());
+        assert_eq!(world.differences(), Vec::<String>::new());
+        assert!(streams.iter_mut().all(support::traffic::Stream::answers));
+        all_answer(&lab);
+        let there = connection.servers().unwrap().unwrap();
+        let has = |key: &Key| there.iter().any(|server| server.key == *key);
+        assert!(!has(&stale) && has(&foreign) && web.iter().all(has), "{there:?}");
+        let left = lab.node("ipset list -name; iptables-legacy-save; ip addr show kube-ipvs0");
+        assert!(!left.contains("KUBE-") && !left.contains("172.30.0"), "{left}");
+        assert!(left.contains("OTHER"), "{left}");
     });
 }
