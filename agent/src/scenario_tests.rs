@@ -11,7 +11,7 @@ use crate::plan::random::Cluster;
 use crate::plan::{Packet, Verdict};
 use crate::scenario::hosts::{Host, twin, twin_block};
 use crate::scenario::{self, Case, End, Expected, Scenario, Sticky};
-use crate::{iptables, nftables};
+use crate::{iptables, ipvs, nftables};
 
 /// Rules that follow a cluster.
 trait Rules {
@@ -48,17 +48,31 @@ impl Rules for nftables::layout::tests::World {
     }
 }
 
+impl Rules for ipvs::layout::tests::World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+    fn follow(&mut self) {
+        self.sync();
+        self.check();
+    }
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+        self.route(packet)
+    }
+}
+
 /// What refuses undefined ports of ClusterIPs only where ipsets are available.
 const WITHOUT_SETS: &str = "iptables without ipsets";
 
 /// Every kind of rules, with nothing but this.
-fn all_rules(start: &[Change]) -> [(&'static str, Mode, Box<dyn Rules>); 3] {
+fn all_rules(start: &[Change]) -> [(&'static str, Mode, Box<dyn Rules>); 4] {
     let iptables = |use_sets| Box::new(iptables::tests::World::begin(use_sets, start.to_vec()));
     let nftables = Box::new(nftables::layout::tests::World::begin(start.to_vec()));
     [
         ("iptables", Mode::Iptables, iptables(true)),
         (WITHOUT_SETS, Mode::Iptables, iptables(false)),
         ("nftables", Mode::Nftables, nftables),
+        ("ipvs", Mode::Ipvs, Box::new(ipvs::layout::tests::World::begin(start.to_vec()))),
     ]
 }
 

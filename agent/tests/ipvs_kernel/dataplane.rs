@@ -38,8 +38,6 @@ fn open() -> Dataplane {
 fn at_node(test: impl FnOnce(Arc<Lab>) + Send + 'static) {
     support::needs_ipvs();
     let inside = || {
-        // So little memory makes a small table, which traffic fills. All namespaces share it, and only the first one may say so.
-        std::fs::write("/proc/sys/net/netfilter/nf_conntrack_max", "65536").unwrap();
         let lab = Arc::new(Lab::new().unwrap());
         lab.enter(NODE);
         let applied = Sysctls::new(Path::new("/proc/sys")).prepare_ipvs(Machine::this());

@@ -13,4 +13,6 @@ pub fn needs_ipvs() {
         std::path::Path::new("/proc/net/ip_vs").exists(),
         "this kernel has no IPVS: run the test by `hack/test ipvs`, or in the kernel that hack/uml boots"
     );
+    // So little memory makes a small table, which traffic fills. All namespaces share it, and only the first one may say so.
+    std::fs::write("/proc/sys/net/netfilter/nf_conntrack_max", "65536").unwrap();
 }

@@ -189,7 +189,7 @@ pub async fn ask_with(
                 text.trim_end().split_once(' ').unwrap_or_else(|| panic!("{text:?} from {to}"));
             Answer::From(name.to_owned(), source.parse().unwrap())
         }
-        Ok(Err(error)) => classify(&error),
+        Ok(Err(error)) => classify(to, &error),
         Err(_) => Answer::Nothing,
     }
 }
@@ -240,10 +240,10 @@ impl Stream {
     }
 }
 
-fn classify(error: &io::Error) -> Answer {
+fn classify(to: SocketAddr, error: &io::Error) -> Answer {
     match error.kind() {
         io::ErrorKind::ConnectionRefused => Answer::Refused,
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => Answer::Nothing,
-        _ => panic!("{error}"),
+        _ => panic!("{to}: {error}"),
     }
 }

@@ -1,6 +1,7 @@
 //! A cluster as the agent sees it, and the kernel of a [`Lab`] that follows it.
 
 use std::fmt;
+use std::path::Path;
 
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use pointsman_agent::iptables::{Flavour, Options, Tools};
@@ -9,12 +10,13 @@ use pointsman_agent::model::{Change, Model, NodeFacts, ObjectName};
 use pointsman_agent::plan::{Changes, Plan};
 use pointsman_agent::sync::Dataplane as _;
 use pointsman_agent::sync::node::Dataplane;
+use pointsman_agent::sysctl::{Machine, Sysctls};
 use pointsman_agent::userspace::counters::Counters;
-use pointsman_agent::{iptables, nftables, userspace};
+use pointsman_agent::{iptables, ipvs, nftables, userspace};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::{IptablesBackend, Mode, ProxySettings};
+use pointsman_crds::settings::{IptablesBackend, IpvsScheduler, Mode, ProxySettings};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
@@ -28,6 +30,8 @@ pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 pub enum Way {
     Iptables(Flavour),
     Nftables,
+    /// Only in a kernel that has IPVS, and its tools work where the thread is.
+    Ipvs,
     /// Sockets are opened where the thread is, so the thread goes to the node and stays there.
     Userspace,
 }
@@ -49,6 +53,7 @@ impl fmt::Display for Way {
         match self {
             Self::Iptables(flavour) => write!(f, "iptables-{flavour}"),
             Self::Nftables => f.write_str("nftables"),
+            Self::Ipvs => f.write_str("ipvs"),
             Self::Userspace => f.write_str("userspace"),
         }
     }
@@ -59,6 +64,7 @@ impl Way {
         match self {
             Self::Iptables(_) => Mode::Iptables,
             Self::Nftables => Mode::Nftables,
+            Self::Ipvs => Mode::Ipvs,
             Self::Userspace => Mode::Userspace,
         }
     }
@@ -71,6 +77,14 @@ impl Way {
             Self::Nftables => {
                 let opened = lab.run(NODE, || block_on(nftables::Dataplane::open(&FAMILIES)));
                 Dataplane::Nftables(opened.unwrap())
+            }
+            Self::Ipvs => {
+                lab.enter(NODE);
+                // Some belong to the whole machine.
+                let _ = Sysctls::new(Path::new("/proc/sys")).prepare_ipvs(Machine::this());
+                let tools = block_on(Tools::detect(IptablesBackend::Legacy)).unwrap();
+                let opened = block_on(ipvs::Dataplane::open(tools, &FAMILIES, IpvsScheduler::Rr));
+                Dataplane::Ipvs(Box::new(opened.unwrap()))
             }
             Self::Userspace => {
                 lab.enter(NODE);

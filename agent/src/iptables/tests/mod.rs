@@ -1,7 +1,7 @@
 //! Properties: whatever happens in the cluster, in whatever order, the tables follow, and a packet that walks them ends
 //! where the plan says.
 
-mod tables;
+pub(crate) mod tables;
 
 use std::collections::BTreeMap;
 

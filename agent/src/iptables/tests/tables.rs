@@ -28,9 +28,14 @@ impl Tables {
             tables: BTreeMap::from([
                 ("nat".to_owned(), table(&["PREROUTING", "INPUT", "OUTPUT", "POSTROUTING"])),
                 ("filter".to_owned(), table(&["INPUT", "FORWARD", "OUTPUT"])),
+                ("mangle".to_owned(), table(&["PREROUTING", "OUTPUT"])),
             ]),
             sets: BTreeMap::new(),
         }
+    }
+
+    pub fn has(&self, set: &str, member: &str) -> bool {
+        self.sets[set].contains(member)
     }
 
     pub fn table(&mut self, name: &str) -> &mut Table {
@@ -134,11 +139,11 @@ impl Tables {
         let first = if packet.interface.is_some() { "PREROUTING" } else { "OUTPUT" };
         let mut hops = BTreeSet::new();
         let mut untranslated = false;
-        for (end, mark) in self.chain("nat", first, packet, 0) {
+        for (end, mark) in self.ends("nat", first, packet, 0) {
             match end {
                 End::Dnat(to) => {
                     let source_of = |end: &(End, u32)| end.0 == End::Masquerade;
-                    let after = self.chain("nat", "POSTROUTING", packet, mark);
+                    let after = self.ends("nat", "POSTROUTING", packet, mark);
                     assert_eq!(after.len(), 1);
                     let moved = Packet {
                         destination: to.ip(),
@@ -160,7 +165,8 @@ impl Tables {
         if hops.is_empty() { self.filtered(packet, 0) } else { Verdict::Forward(hops.into_iter().collect()) }
     }
 
-    fn filtered(&self, packet: &Packet, mark: u32) -> Verdict {
+    /// What the filters on its way say.
+    pub fn filtered(&self, packet: &Packet, mark: u32) -> Verdict {
         let hooks: &[&str] = match (packet.interface.is_some(), packet.destination_is_local) {
             (true, true) => &["INPUT"],
             (true, false) => &["FORWARD"],
@@ -168,7 +174,7 @@ impl Tables {
             (false, false) => &["OUTPUT"],
         };
         for hook in hooks {
-            let ends = self.chain("filter", hook, packet, mark);
+            let ends = self.ends("filter", hook, packet, mark);
             assert_eq!(ends.len(), 1);
             match ends[0].0 {
                 End::Reject => return Verdict::Reject,
@@ -180,7 +186,8 @@ impl Tables {
         Verdict::Untouched
     }
 
-    fn chain(&self, table: &str, chain: &str, packet: &Packet, mark: u32) -> Vec<(End, u32)> {
+    /// Where a packet may leave a chain, and with which mark.
+    pub fn ends(&self, table: &str, chain: &str, packet: &Packet, mark: u32) -> Vec<(End, u32)> {
         let mut ends = Vec::new();
         let mut marks = vec![mark];
         for rule in &self.tables[table][chain] {
@@ -215,7 +222,7 @@ impl Tables {
                         next.push((mark & !bits) ^ value);
                     }
                     to => {
-                        for (end, mark) in self.chain(table, to, packet, mark) {
+                        for (end, mark) in self.ends(table, to, packet, mark) {
                             if end == End::Fell && words[at] == "-j" {
                                 next.push(mark);
                             } else {
@@ -238,12 +245,23 @@ impl Tables {
     fn matches(&self, words: &[String], packet: &Packet, mark: u32) -> Match {
         let mut rest = words.to_vec();
         if let Some(at) = rest.iter().position(|word| word == "--match-set") {
-            let (protocol, port) = (packet.protocol.lower(), packet.port);
-            let member = match rest[at + 2].as_str() {
-                "dst" => packet.destination.to_string(),
-                _ => format!("{},{protocol}:{port}", packet.destination),
+            let members = &self.sets[&rest[at + 1]];
+            let frontend = format!("{},{}:{}", packet.destination, packet.protocol.lower(), packet.port);
+            let found = match rest[at + 2].as_str() {
+                // A bitmap holds ports.
+                "dst" => {
+                    members.contains(&packet.destination.to_string())
+                        || members.contains(&packet.port.to_string())
+                }
+                "dst,dst" => members.contains(&frontend),
+                "dst,dst,src" => {
+                    let sources =
+                        members.iter().filter_map(|member| member.strip_prefix(&frontend)?.strip_prefix(','));
+                    sources.into_iter().any(|source| within(source, packet.source))
+                }
+                other => panic!("{other}"),
             };
-            if !self.sets[&rest[at + 1]].contains(&member) {
+            if !found {
                 return Match::No;
             }
             rest.drain(at..at + 3);
@@ -268,7 +286,7 @@ impl Tables {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum End {
+pub enum End {
     Fell,
     Accept,
     Drop,
@@ -302,8 +320,12 @@ fn pair(text: &str) -> (u32, u32) {
     (number(value), number(mask))
 }
 
+/// A block, or one address.
+fn within(block: &str, address: IpAddr) -> bool {
+    block.parse::<IpNet>().map_or_else(|_| block.parse() == Ok(address), |block| block.contains(&address))
+}
+
 fn matches(words: &[String], packet: &Packet, mark: u32) -> Match {
-    let within = |net: &str, address: IpAddr| net.parse::<IpNet>().unwrap().contains(&address);
     let mut chance = Match::Yes;
     let mut not = false;
     let mut iter = words.iter();

@@ -7,6 +7,8 @@
 pub(crate) mod frame;
 pub(crate) mod port;
 pub(crate) mod sets;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -146,7 +146,8 @@ impl Said {
                 }
             }
         }
-        Ok(Step { what: step.what, changes, config, wait_seconds: step.wait_seconds, cases, streams })
+        let cut = step.cut.iter().map(|cut| cut.mode).collect();
+        Ok(Step { what: step.what, changes, config, wait_seconds: step.wait_seconds, cases, streams, cut })
     }
 
     fn apply(&mut self, object: Value, changes: &mut Vec<Change>) -> Result<(), String> {

@@ -41,6 +41,18 @@ pub(super) struct Step {
     pub expect: Vec<Row>,
     #[serde(default)]
     pub streams: Vec<Stream>,
+    /// Modes in which this step ends all connections.
+    #[serde(default)]
+    pub cut: Vec<Cut>,
+}
+
+/// A mode that cannot keep connections.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Cut {
+    pub mode: Mode,
+    #[serde(rename = "because")]
+    _because: String,
 }
 
 /// Connections that are opened after the packets of the step and live until the end.

@@ -44,6 +44,8 @@ pub struct Step {
     pub cases: Vec<Case>,
     /// TCP connections that are opened after the packets, and must live until the end.
     pub streams: Vec<Stream>,
+    /// Modes in which those that were opened earlier end with this step.
+    pub cut: Vec<Mode>,
 }
 
 /// A connection that lives on.
