@@ -17,6 +17,8 @@ use pointsman_agent::userspace::counters::Counters;
 use pointsman_agent::{ipvs, sysctl};
 use pointsman_crds::settings::{IptablesBackend, IpvsScheduler, Mode};
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpSocket;
 
 use crate::support;
 use crate::support::lab::{Lab, NODE, address, ip};
@@ -175,6 +177,7 @@ fn ipvs_a_restart_finds_everything_in_place_and_writes_nothing() {
     });
 }
 
+// ids: REG-59507 REG-109286
 #[test]
 fn syn_10_what_others_change_is_found_and_repaired_where_it_differs() {
     at_node(|lab| {
@@ -306,7 +309,52 @@ fn ipvs_connections_to_an_endpoint_that_leaves_go_on_and_it_goes_with_the_last_o
     });
 }
 
-// ids: SYN-17
+/// Asks from this port, lets the other end close the connection as well, and says who answered and after how long.
+fn ask_from(lab: &Lab, port: u16, to: SocketAddr) -> (Answer, Duration) {
+    let pod = Host::named("pod").unwrap();
+    let source = SocketAddr::new(pod.source(&to).unwrap(), port);
+    lab.run(pod.namespace, move || {
+        // The port may be used again while its last connection is remembered here, for a second at least.
+        std::fs::write("/proc/sys/net/ipv4/tcp_tw_reuse", "1").unwrap();
+        let begun = Instant::now();
+        block_on(async {
+            let socket = if to.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.unwrap();
+            socket.set_reuseaddr(true).unwrap();
+            socket.bind(source).unwrap();
+            let mut stream = socket.connect(to).await.unwrap();
+            let mut line = String::new();
+            stream.shutdown().await.unwrap();
+            stream.read_to_string(&mut line).await.unwrap();
+            let (name, source) = line.trim_end().split_once(' ').unwrap();
+            (Answer::From(name.to_owned(), source.parse().unwrap()), begun.elapsed())
+        })
+    })
+}
+
+#[test]
+fn reg_81775_a_port_that_is_used_again_does_not_lead_to_an_endpoint_that_leaves() {
+    at_node(|lab| {
+        let mut world = loaded(open());
+        for (number, (vip, v6)) in (0..).zip(CLUSTER_IP.into_iter().zip([false, true])) {
+            world.endpoints("web", &["a"]);
+            world.settle();
+            let (port, to) = (40_000 + number, SocketAddr::new(ip(vip), 80));
+            let answered = |(answer, after): (Answer, Duration), by: &str| {
+                assert!(matches!(&answer, Answer::From(name, _) if name == by), "{answer:?}");
+                assert!(after < Duration::from_millis(950), "a SYN was lost: {after:?}");
+            };
+            answered(ask_from(&lab, port, to), "a");
+            world.endpoints("web", &["b"]);
+            world.settle();
+            let leaving = (address("a", v6), 0);
+            assert!(reals(&key(Protocol::Tcp, vip, 80)).contains(&leaving), "it is remembered");
+            std::thread::park_timeout(Duration::from_millis(1500));
+            answered(ask_from(&lab, port, to), "b");
+        }
+    });
+}
+
+// ids: SYN-17 REG-109286
 #[test]
 fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
     at_node(|lab| {
