@@ -276,7 +276,6 @@ impl<P: Platform> Engine<P> {
         if differences.is_empty() {
             self.state.drift.differs = false;
             self.state.drift.error = None;
-            self.take_over().await;
             return;
         }
         let diff = show(&differences);
@@ -343,15 +342,18 @@ impl<P: Platform> Engine<P> {
         Ok(())
     }
 
-    /// Finds out whether the kernel could be written, without writing anything.
+    /// Finds out whether the kernel could be written, without writing anything. What has to wait until it can be removed is looked at
+    /// then, too: foreign changes may not be looked for at all.
     pub(super) async fn probe(&mut self) -> bool {
         let Some(running) = self.running.as_mut() else { return false };
         self.outside.pulse.beat(true);
         let begun = Instant::now();
         match running.dataplane.probe(&running.plan).await {
             Ok(()) => {
+                let ours_is_there = self.state.verified && !self.state.drift.differs;
+                let fine = !ours_is_there || self.take_over().await;
                 self.schedule.probed(begun.elapsed());
-                true
+                fine
             }
             Err(error) => {
                 self.fail(error, false);
