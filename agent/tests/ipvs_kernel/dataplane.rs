@@ -24,7 +24,7 @@ use crate::support;
 use crate::support::lab::{Lab, NODE, address, ip};
 use crate::support::scenario::hosts::Host;
 use crate::support::traffic::{Answer, PATIENT, ask};
-use crate::support::world::{FAMILIES, World, block_on, config};
+use crate::support::world::{FAMILIES, Way, World, block_on, config};
 
 fn tools() -> Tools {
     block_on(Tools::detect(IptablesBackend::Legacy)).unwrap()
@@ -483,4 +483,14 @@ EOF
         assert!(!left.contains("KUBE-") && !left.contains("172.30.0"), "{left}");
         assert!(left.contains("OTHER"), "{left}");
     });
+}
+
+#[test]
+fn ipvs_loses_no_request_once_the_slice_has_changed() {
+    support::needs_ipvs();
+    // The thread goes to the node and stays there.
+    let killed = std::thread::spawn(|| support::killed::kill_one_under_the_kernel(Way::Ipvs));
+    if let Err(panic) = killed.join() {
+        std::panic::resume_unwind(panic);
+    }
 }

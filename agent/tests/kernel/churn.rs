@@ -8,10 +8,9 @@ use std::time::Instant;
 use pointsman_agent::model::{Change, Protocol};
 use serde_json::json;
 
-use crate::lifecycle::{cluster_ip, spec};
 use crate::support::lab::Lab;
 use crate::support::traffic::{Answer, PATIENT, ask};
-use crate::support::world::{FAMILIES, Way, World, block_on, slice};
+use crate::support::world::{FAMILIES, Way, World, block_on, cluster_ip, slice, spec};
 
 const CONNECTIONS: usize = 25_000;
 /// At a time.

@@ -11,10 +11,10 @@ use pointsman_agent::sync::node::Dataplane;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 
-use crate::lifecycle::{BOTH, cluster_ip, loaded};
+use crate::lifecycle::{BOTH, loaded};
 use crate::support::lab::{Lab, address};
 use crate::support::traffic::Answer;
-use crate::support::world::{FAMILIES, World, block_on, options};
+use crate::support::world::{FAMILIES, World, block_on, cluster_ip, options};
 
 /// Tools that write down how they are run, and fail where a test wants them to.
 struct Shim {

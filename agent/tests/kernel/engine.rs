@@ -20,12 +20,12 @@ use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode, NodePortAddress};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::lifecycle::{BOTH, Traffic, cluster_ip, spec};
+use crate::lifecycle::{BOTH, Traffic};
 use serde_json::json;
 
 use crate::support::lab::{Lab, address, ip};
 use crate::support::traffic::Answer;
-use crate::support::world::{FAMILIES, block_on, config, service, slice};
+use crate::support::world::{FAMILIES, block_on, cluster_ip, config, service, slice, spec};
 
 /// A loop that runs until it is dropped.
 struct Running {

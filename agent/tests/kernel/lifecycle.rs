@@ -19,21 +19,9 @@ use serde_json::json;
 use crate::support::lab::{Lab, address, ip};
 use crate::support::scenario::hosts::Host;
 use crate::support::traffic::{Answer, PATIENT, ask};
-use crate::support::world::{FAMILIES, Way, World, block_on, config, options, tools};
+use crate::support::world::{FAMILIES, Way, World, block_on, cluster_ip, config, options, spec, tools};
 
 pub const BOTH: [Flavour; 2] = [Flavour::Nft, Flavour::Legacy];
-
-pub fn spec() -> serde_json::Value {
-    json!({
-        "type": "NodePort",
-        "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
-        "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
-    })
-}
-
-pub fn cluster_ip() -> SocketAddr {
-    (ip("172.30.0.80"), 80).into()
-}
 
 pub fn loaded(lab: &Lab, way: impl Into<Way>) -> World {
     let mut world = World::new(lab, way);

@@ -6,10 +6,10 @@ use pointsman_agent::nftables;
 use pointsman_agent::sync::Dataplane as _;
 use serde_json::json;
 
-use crate::lifecycle::{Traffic, cluster_ip, loaded, spec};
+use crate::lifecycle::{Traffic, loaded};
 use crate::support::lab::{Lab, NODE, address};
 use crate::support::traffic::Answer;
-use crate::support::world::{FAMILIES, Way, World, block_on, config, tools};
+use crate::support::world::{FAMILIES, Way, World, block_on, cluster_ip, config, spec, tools};
 
 // ids: AFF-7
 #[test]

@@ -4,10 +4,11 @@ use pointsman_agent::iptables::{Flavour, Tools};
 use pointsman_agent::takeover::{Known, Left, Takeover};
 use pointsman_crds::settings::IptablesBackend;
 
-use crate::lifecycle::{BOTH, cluster_ip, loaded};
+use crate::lifecycle::{BOTH, loaded};
 use crate::support::lab::{Lab, shell};
 use crate::support::traffic::Answer;
 use crate::support::world::block_on;
+use crate::support::world::cluster_ip;
 
 /// Takes over in the node's namespace, as the agent does.
 fn take_over(lab: &Lab, flavour: Flavour) -> Left {

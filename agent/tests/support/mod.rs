@@ -1,5 +1,6 @@
 //! What the tests with a kernel share.
 
+pub mod killed;
 pub mod lab;
 pub mod scenario;
 pub mod sctp;

@@ -1,6 +1,7 @@
 //! A cluster as the agent sees it, and the kernel of a [`Lab`] that follows it.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::Path;
 
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -20,7 +21,7 @@ use pointsman_crds::settings::{IptablesBackend, IpvsScheduler, Mode, ProxySettin
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use super::lab::{Lab, NODE};
+use super::lab::{Lab, NODE, ip};
 use super::scenario::hosts::{self, Host, NODES};
 
 pub const FAMILIES: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
@@ -244,4 +245,18 @@ pub fn slice(service: &str, family: IpFamily, pods: &[&str]) -> EndpointSlice {
         "endpoints": endpoints,
     });
     serde_json::from_value(slice).unwrap()
+}
+
+/// The Service that many tests have.
+pub fn spec() -> serde_json::Value {
+    json!({
+        "type": "NodePort",
+        "clusterIPs": ["172.30.0.80", "fd00:ac:1e::50"],
+        "ports": [{"name": "web", "protocol": "TCP", "port": 80, "nodePort": 30080}],
+    })
+}
+
+/// Its ClusterIP and port.
+pub fn cluster_ip() -> SocketAddr {
+    (ip("172.30.0.80"), 80).into()
 }
