@@ -78,7 +78,9 @@ impl ApiServer {
         api.retain(|argument| !argument.starts_with("--advertise-address="));
         api.push("--advertise-address=192.0.2.1".into());
         api.push("--endpoint-reconciler-type=none".into());
-        let script = GUARD.replace("%ETCD%", &words(plane.etcd(&data))).replace("%API%", &words(api));
+        let script = GUARD
+            .replace("%ETCD%", &words(ControlPlane::etcd(loopback, &data)))
+            .replace("%API%", &words(api));
         let mut guard = command("sh", ["-c", &script, "pointsman-api-server"]);
         guard.arg(&dir).arg(&binary).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         // A Ctrl-C at the terminal must reach us, not the guard: it cleans up once we are gone.
@@ -148,7 +150,7 @@ impl ApiServer {
 
 /// An address of 127.0.0.0/8 on which nobody listens, so that the fixed ports are free and parallel tests do
 /// not meet.
-fn free_loopback_address() -> Result<Ipv4Addr> {
+pub fn free_loopback_address() -> Result<Ipv4Addr> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     for _ in 0..100 {
         // Spreads (process, count) over 127.128.0.0/9; the other half is the clusters'.

@@ -9,7 +9,7 @@ use std::net::Ipv4Addr;
 
 use serde_json::{Value, json};
 
-use crate::bench::lab::NODE_PODS;
+use crate::bench::lab::{FIRST_ENDPOINT, NODE_PODS};
 use crate::bench::objects::{ENDPOINT_PORT, NAMESPACE, PORT};
 use crate::bench::program::NODE;
 
@@ -308,7 +308,7 @@ fn external_ip(number: usize, nth: usize) -> Ipv4Addr {
 }
 
 fn address(number: usize, nth: u32) -> Ipv4Addr {
-    above(Ipv4Addr::new(10, 226, 0, 1), number * ENDPOINTS as usize + nth as usize)
+    above(FIRST_ENDPOINT, number * ENDPOINTS as usize + nth as usize)
 }
 
 fn above(first: Ipv4Addr, offset: usize) -> Ipv4Addr {

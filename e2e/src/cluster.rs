@@ -235,7 +235,7 @@ impl Cluster {
         let data = self.layout.dir().join("etcd");
         let pki = &self.plane.pki;
         let mut words = match component {
-            Component::Etcd => self.plane.etcd(&data),
+            Component::Etcd => ControlPlane::etcd(self.plane.loopback, &data),
             Component::ApiServer => self.plane.api_server(),
             Component::ControllerManager => self.plane.controller_manager(),
             Component::Scheduler => self.plane.scheduler(),

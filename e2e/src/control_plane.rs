@@ -30,15 +30,17 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    fn etcd_url(&self) -> String {
-        format!("http://{}:2379", self.loopback)
+    /// Where clients reach the etcd at `loopback`.
+    #[must_use]
+    pub fn etcd_url(loopback: Ipv4Addr) -> String {
+        format!("http://{loopback}:2379")
     }
 
-    /// etcd, which forgets on power loss: that makes it several times faster.
+    /// The etcd at `loopback`, which forgets on power loss: that makes it several times faster.
     #[must_use]
-    pub fn etcd(&self, data: &Path) -> Vec<String> {
-        let peer = format!("http://{}:2380", self.loopback);
-        let client = self.etcd_url();
+    pub fn etcd(loopback: Ipv4Addr, data: &Path) -> Vec<String> {
+        let peer = format!("http://{loopback}:2380");
+        let client = Self::etcd_url(loopback);
         vec![
             "etcd".into(),
             "--unsafe-no-fsync".into(),
@@ -58,7 +60,7 @@ impl ControlPlane {
         let pki = &self.pki;
         vec![
             "kube-apiserver".into(),
-            format!("--etcd-servers={}", self.etcd_url()),
+            format!("--etcd-servers={}", Self::etcd_url(self.loopback)),
             format!("--bind-address={}", self.address),
             format!("--advertise-address={}", self.address),
             format!("--secure-port={API_PORT}"),

@@ -123,7 +123,11 @@ where
 pub async fn lock(path: &Path) -> Result<File> {
     let file = File::options().create(true).append(true).open(path);
     let file = file.with_context(|| format!("opening the lock {}", path.display()))?;
+    if file.try_lock().is_ok() {
+        return Ok(file);
+    }
     let waiting = path.to_owned();
+    eprintln!("  waiting for another process to release {}", waiting.display());
     tokio::task::spawn_blocking(move || file.lock().map(|()| file))
         .await?
         .with_context(|| format!("locking {}", waiting.display()))

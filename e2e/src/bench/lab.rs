@@ -6,7 +6,7 @@
 //! ```text
 //!   this process (API server, client)          node                       endpoints
 //!     pod 10.224.1.2  ───────────────── pod 10.224.1.1      ends 10.225.0.1 ── ends 10.225.0.2
-//!     out 203.0.113.1 ───────────────── out 203.0.113.2                        10.226.0.0/15 on lo
+//!     out 203.0.113.1 ───────────────── out 203.0.113.2                        10.232.0.0/13 on lo
 //!     lo  192.0.2.1 (API server)
 //! ```
 //! Addresses of Services that the node does not translate are routed to the endpoints too. Nobody listens on their
@@ -31,7 +31,9 @@ pub const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 2);
 /// The pods of the node.
 pub const NODE_PODS: &str = "10.224.1.0/24";
 /// The pods of all nodes.
-pub const PODS: &str = "10.224.0.0/14";
+pub const PODS: &str = "10.224.0.0/12";
+/// The first of the addresses on which endpoints answer. The others follow, up to the end of 10.232.0.0/13.
+pub const FIRST_ENDPOINT: Ipv4Addr = Ipv4Addr::new(10, 232, 0, 1);
 
 /// A folder in memory that is gone with this process, and that user-mode-linux sees: it has a /run of its own.
 pub const TEMPORARY: &str = "/mnt";
@@ -141,10 +143,10 @@ impl Lab {
                route add 192.0.2.1/32 via 203.0.113.1\nroute add default via 10.225.0.2\n";
         ip(Some(&node), &inside).await?;
         let far = "link set lo up\naddress add 10.225.0.2/16 dev ends\nlink set ends up\n\
-                   route replace local 10.226.0.0/15 dev lo\nroute replace local 10.96.0.0/16 dev lo\n\
+                   route replace local 10.232.0.0/13 dev lo\nroute replace local 10.96.0.0/16 dev lo\n\
                    route replace local 198.18.0.0/15 dev lo\nroute replace default via 10.225.0.1\n";
         ip(Some(&ends), far).await?;
-        let back = "route add 10.96.0.0/16 via 10.224.1.1 src 10.224.1.2\nroute add 10.226.0.0/15 via 10.224.1.1 src 10.224.1.2\n\
+        let back = "route add 10.96.0.0/16 via 10.224.1.1 src 10.224.1.2\nroute add 10.232.0.0/13 via 10.224.1.1 src 10.224.1.2\n\
                     route add 198.18.0.0/15 via 203.0.113.2\n";
         ip(None, back).await
     }

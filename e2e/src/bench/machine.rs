@@ -24,7 +24,7 @@ use tokio::net::TcpListener;
 use super::lab::{API_ADDRESS, Lab};
 use super::measure::{Effort, Run};
 use super::meter::Meter;
-use super::objects::Writer;
+use super::objects::{Size, Writer};
 use super::program::{Flavour, Kind, Mode, Setup, measured};
 use super::report::Measured;
 use super::traffic;
@@ -55,7 +55,7 @@ echo 1 >/proc/sys/net/ipv4/ip_forward
 #[derive(Debug, Serialize, Deserialize)]
 struct Order {
     kind: Kind,
-    size: u32,
+    size: Size,
     effort: Effort,
     agent: PathBuf,
     controlplane: PathBuf,
@@ -72,7 +72,7 @@ pub async fn prepare() -> Result<()> {
 }
 
 /// Measures one program at one size, in a kernel of its own.
-pub async fn measure(setup: &Setup, kind: Kind, size: u32, effort: Effort) -> Result<Measured> {
+pub async fn measure(setup: &Setup, kind: Kind, size: Size, effort: Effort) -> Result<Measured> {
     let order = Order {
         kind,
         size,
@@ -89,14 +89,15 @@ pub async fn measure(setup: &Setup, kind: Kind, size: u32, effort: Effort) -> Re
     let own = std::env::current_exe().context("the path of this program")?;
     let words = [own.into_os_string(), "--inside".into(), setup.dir.clone().into_os_string()];
     let words = machine.words(&format!("{NETWORK}{}", uml::script(&words)?)).await?;
-    let meter = Meter::new(&format!("{kind}-{size}-kernel"), None)?;
-    let mut booted = measured(&setup.dir.join(format!("{kind}-{size}-kernel.log")), &meter);
+    let meter = Meter::new(&format!("{kind}-{}-kernel", size.key()), None)?;
+    let mut booted = measured(&setup.dir.join(format!("{kind}-{}-kernel.log", size.key())), &meter);
     booted.args(["setpriv", "--pdeathsig", "KILL"]).args(words);
     let status = tokio::select! {
         status = uml::run(booted, PATIENCE) => status?,
         failed = tell_processor_time(&meter) => return Err(failed),
     };
-    let log = fs::read_to_string(setup.dir.join(format!("{kind}-{size}-kernel.log"))).unwrap_or_default();
+    let log =
+        fs::read_to_string(setup.dir.join(format!("{kind}-{}-kernel.log", size.key()))).unwrap_or_default();
     ensure!(status == 0, "what runs in user-mode-linux has failed with {status}:\n{log}");
     let text = fs::read(&result).with_context(|| format!("reading {}", result.display()))?;
     serde_json::from_slice(&text).context("what was measured")

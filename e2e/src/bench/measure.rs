@@ -13,7 +13,7 @@ use tokio::task::{block_in_place, spawn_blocking};
 use tokio::time::sleep;
 
 use super::lab::{Lab, NODE_ADDRESS};
-use super::objects::{ENDPOINT_PORT, ENDPOINTS, Numbered, PORT, Writer, added_ip, plain};
+use super::objects::{ENDPOINT_PORT, Numbered, PORT, Size, Writer, added_ip, plain};
 use super::program::{Kind, Program, Setup};
 use super::report::{Measured, Value, percentile};
 use super::traffic::{Look, Seen, connect_times, until_all_answer, until_answered_by};
@@ -30,7 +30,7 @@ const REST: Duration = Duration::from_secs(45);
 const SERIES_PACE: Duration = Duration::from_millis(50);
 
 /// How much is measured.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Effort {
     /// Connects for latency.
     pub connects: usize,
@@ -58,19 +58,19 @@ pub struct Run<'a> {
     pub writer: Writer,
     /// Which program.
     pub kind: Kind,
-    /// How many Services there are.
-    pub size: u32,
+    /// The Services that there are.
+    pub size: Size,
     /// How much is measured.
     pub effort: Effort,
     /// Services whose first endpoint is replaced at the moment.
-    replaced: BTreeSet<u32>,
+    replaced: BTreeSet<Numbered>,
     failed: usize,
 }
 
 impl<'a> Run<'a> {
     /// Nothing measured yet.
     #[must_use]
-    pub fn new(setup: &'a Setup, writer: Writer, kind: Kind, size: u32, effort: Effort) -> Self {
+    pub fn new(setup: &'a Setup, writer: Writer, kind: Kind, size: Size, effort: Effort) -> Self {
         Self { setup, writer, kind, size, effort, replaced: BTreeSet::new(), failed: 0 }
     }
 
@@ -79,9 +79,9 @@ impl<'a> Run<'a> {
         lab.renew_node().await?;
         let mut rows = Measured::default();
         let unused = self.direct_latency()?;
-        let state = self.setup.dir.join(format!("{}-{}", self.kind, self.size));
+        let state = self.setup.dir.join(format!("{}-{}", self.kind, self.size.key()));
         let program =
-            self.setup.start(lab, self.kind, &format!("{}-{}-cold", self.kind, self.size), &state)?;
+            self.setup.start(lab, self.kind, &format!("{}-{}-cold", self.kind, self.size.key()), &state)?;
         self.measure_running(lab, &program, &mut rows).await?;
         program.stop().await?;
         self.restart(lab, &state, &mut rows).await?;
@@ -117,8 +117,9 @@ impl<'a> Run<'a> {
 
     /// From nothing to answers from the last Service and from fifty spread over all.
     fn cold_start(&self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
-        let last = Numbered(self.size - 1).frontend();
-        let spread = (0..50).map(|nth| Numbered(nth * self.size / 50).frontend());
+        let count = self.size.services();
+        let last = self.size.service(count - 1).frontend();
+        let spread = (0..50).map(|nth| self.size.service(nth * count / 50).frontend());
         let all: Vec<SocketAddr> = std::iter::once(last).chain(spread).collect();
         let programmed = block_in_place(|| {
             until_all_answer(&all, look_for_new(lab), program.started, || program.check(PATIENCE))
@@ -134,7 +135,8 @@ impl<'a> Run<'a> {
             .map(|_| {
                 // Knuth's MMIX: the same for every run.
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                Numbered(u32::try_from((state >> 33) % u64::from(self.size)).unwrap_or(0))
+                let number = (state >> 33) % u64::from(self.size.services());
+                self.size.service(u32::try_from(number).unwrap_or(0))
             })
             .collect()
     }
@@ -144,7 +146,7 @@ impl<'a> Run<'a> {
         let targets: Vec<SocketAddr> = self
             .random_services(self.effort.connects)
             .into_iter()
-            .map(|one| (one.endpoint(one.0 % ENDPOINTS), ENDPOINT_PORT).into())
+            .map(|one| (one.some_endpoint(), ENDPOINT_PORT).into())
             .collect();
         block_in_place(|| connect_times(&targets))
     }
@@ -169,14 +171,14 @@ impl<'a> Run<'a> {
     async fn toggle(&mut self, one: Numbered) -> Result<Ipv4Addr> {
         let address = self.next(one);
         self.writer.set_first_endpoint(one, address).await?;
-        if !self.replaced.remove(&one.0) {
-            self.replaced.insert(one.0);
+        if !self.replaced.remove(&one) {
+            self.replaced.insert(one);
         }
         Ok(address)
     }
 
     fn next(&self, one: Numbered) -> Ipv4Addr {
-        if self.replaced.contains(&one.0) { one.endpoint(0) } else { one.new_endpoint() }
+        if self.replaced.contains(&one) { one.endpoint(0) } else { one.new_endpoint() }
     }
 
     async fn toggle_and_see(&mut self, one: Numbered) -> Result<Duration> {
@@ -207,7 +209,7 @@ impl<'a> Run<'a> {
         let mut times = Vec::new();
         let look = look_for_new(lab);
         for number in 0..self.effort.added {
-            let endpoint = Numbered(0).new_endpoint();
+            let endpoint = self.size.service(0).new_endpoint();
             self.writer.add_slice(number, endpoint).await?;
             sleep(APART).await;
             let (to, since) = ((added_ip(number), PORT).into(), Instant::now());
@@ -247,7 +249,7 @@ impl<'a> Run<'a> {
         let one = plain(self.size, 1)[0];
         let wanted = self.toggle(one).await?;
         sleep(Duration::from_secs(1)).await;
-        let name = format!("{}-{}-warm", self.kind, self.size);
+        let name = format!("{}-{}-warm", self.kind, self.size.key());
         let program = self.setup.start(lab, self.kind, &name, state)?;
         let (to, since) = (one.frontend(), program.started);
         let looking = spawn_blocking(move || until_answered_by(to, wanted, Look::KNOWN, since, PATIENCE));
@@ -261,9 +263,8 @@ impl<'a> Run<'a> {
             Value::Bytes(program.meter().peak_memory()?),
         );
         program.stop().await?;
-        let replaced: Vec<u32> = self.replaced.iter().copied().collect();
-        for number in replaced {
-            self.toggle(Numbered(number)).await?;
+        for one in self.replaced.clone() {
+            self.toggle(one).await?;
         }
         ensure!(self.replaced.is_empty(), "every endpoint is back");
         Ok(())

@@ -1,20 +1,24 @@
 //! kube-proxy and Pointsman's agent, one after the other, on the same node with the same Services; and what no kube-proxy does any more,
 //! [`userspace`], with [`load`].
 //!
-//! - [`objects`]: the Services; [`traffic`]: endpoints and a client that measures; [`lab`]: the network.
+//! - [`objects`]: the Services; [`fill`], with [`etcd`]: a store that holds them; [`traffic`]: endpoints and a client that measures; [`lab`]: the network.
 //! - [`machine`]: all of it in a kernel that has IPVS.
-//! - [`program`]: how each is started; [`meter`]: what it uses; [`measure`]: what is done to it; [`report`]: the tables.
+//! - [`program`]: how each is started; [`meter`]: what it uses; [`measure`]: what is done to it; [`report`]: the tables;
+//!   [`page`]: where they are published.
 //!
-//! In: [`Options`]. Out: a report in Markdown. A real API server holds the Services; it is filled once for each size, and
+//! In: [`Options`]. Out: tables in Markdown, one for each size. A real API server holds the Services; it is filled once for each size, and
 //! what its store holds is kept in the cache for the next run. Everything that is started ends with this process,
 //! however that ends.
 
+pub mod etcd;
+pub mod fill;
 pub mod lab;
 pub mod load;
 pub mod machine;
 pub mod measure;
 pub mod meter;
 pub mod objects;
+pub mod page;
 pub mod program;
 pub mod report;
 pub mod traffic;
@@ -35,9 +39,11 @@ use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::{NodeProxyConfiguration, ProxyNodeStatus, ProxySettings, custom_resource_definitions};
 use serde_json::{Value, json};
 
+use self::fill::Place;
 use self::lab::{API_ADDRESS, Lab, NODE_ADDRESS, NODE_PODS};
 use self::measure::{Effort, Run};
-use self::objects::Writer;
+use self::objects::{Size, Writer};
+use self::page::Section;
 use self::program::{Flavour, Kind, Mode, NODE, Setup};
 use crate::api_server::ApiServer;
 use crate::command::{command, output};
@@ -46,8 +52,11 @@ use crate::progress::step;
 use crate::stamp::{Inputs, cached};
 use crate::{artifacts, release};
 
-/// Where etcd listens.
-const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
+/// Where the API server and etcd listen.
+const PLACE: Place = Place { api: API_ADDRESS, etcd: Ipv4Addr::LOCALHOST };
+
+/// Said of results that are not for publishing.
+const QUICK: &str = "A quick run, for comparing. ";
 
 /// What is to be measured.
 #[derive(Debug, Clone)]
@@ -56,14 +65,32 @@ pub struct Options {
     pub mode: Mode,
     /// The flavour of the iptables tools.
     pub flavour: Flavour,
-    /// Numbers of Services.
-    pub sizes: Vec<u32>,
+    /// How many Services and endpoints, one after the other.
+    pub sizes: Vec<Size>,
     /// The programs, in order.
     pub kinds: Vec<Kind>,
     /// How much is measured.
     pub effort: Effort,
     /// Where the logs of the programs are kept, if anywhere.
     pub logs: Option<PathBuf>,
+    /// The page on which each table is published, if any.
+    pub page: Option<PathBuf>,
+}
+
+impl Options {
+    /// Where the tables belong: what was measured of one program must not replace what compares two.
+    fn section(&self) -> Section {
+        let tools = match self.mode {
+            Mode::Iptables => format!(" {}", self.flavour.word()),
+            Mode::Nftables | Mode::Ipvs => String::new(),
+        };
+        let only = match self.kinds[..] {
+            [kind] => format!(", only {kind}"),
+            _ => String::new(),
+        };
+        let mode = self.mode.word();
+        Section { name: format!("{mode}{tools}{only}"), heading: format!("### Mode {mode}{tools}{only}") }
+    }
 }
 
 /// The programs, built.
@@ -87,11 +114,14 @@ impl Programs {
     }
 }
 
-/// Measures, in the network that [`lab::isolate`] has made. Returns a report.
-pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
+/// Measures, in the network that [`lab::isolate`] has made; prints each table and publishes it.
+pub async fn run(options: &Options, programs: &Programs) -> Result<()> {
     let dir = tempfile::Builder::new().prefix("bench-").tempdir().context("a temporary folder")?;
-    let mut report = heading(options, programs).await?;
-    print!("{report}");
+    if options.sizes.is_empty() || options.kinds.is_empty() {
+        bail!("nothing to measure");
+    }
+    let (section, tools) = (options.section(), tools(options, programs).await?);
+    println!("{}", section.heading);
     for binary in [&programs.controlplane, &programs.agent] {
         // The pages of a binary are charged to who reads them first: that is us, not the program.
         let _ = fs::read(binary);
@@ -106,7 +136,7 @@ pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
     };
     let mut lab = lab;
     for &size in &options.sizes {
-        let data = dir.path().join(format!("etcd-{size}"));
+        let data = dir.path().join(format!("etcd-{}", size.key()));
         let server = filled_server(programs, size, &data).await?;
         configure(&server.client(), options.mode, options.flavour, Drift::default()).await?;
         let setup = Setup {
@@ -117,9 +147,10 @@ pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
             kubeconfig: server.kubeconfig().to_owned(),
             dir: dir.path().to_owned(),
         };
+        let (machine, before) = (machine()?, load()?);
         let mut columns = Vec::new();
         for &kind in &options.kinds {
-            let measured = step(&format!("{kind} at {size} Services"), async {
+            let measured = step(&format!("{kind} at {size}"), async {
                 let Some(lab) = &mut lab else {
                     return machine::measure(&setup, kind, size, options.effort).await;
                 };
@@ -130,26 +161,32 @@ pub async fn run(options: &Options, programs: &Programs) -> Result<String> {
             // What has been measured is worth the time that it took.
             columns.push((kind, measured.inspect_err(|_| println!("\n{}", report::table(size, &columns)))?));
         }
-        let table = report::table(size, &columns);
+        let after = load()?;
+        let table = format!(
+            "{machine}, load average {before} before and {after} after; {tools}\n\n{}",
+            report::table(size, &columns)
+        );
         println!("\n{table}");
-        report.push('\n');
-        report.push_str(&table);
+        if let Some(page) = &options.page {
+            page::rewrite(page, |old| page::with_table(old, &section, size, &table))?;
+        }
         server.stop().await?;
         fs::remove_dir_all(&data).with_context(|| format!("removing {}", data.display()))?;
     }
-    Ok(report)
+    Ok(())
 }
 
 /// An API server that holds the Services. `data` is where etcd stores; it is copied from the cache, so that what a run
 /// changes is gone with it.
-async fn filled_server(programs: &Programs, size: u32, data: &Path) -> Result<ApiServer> {
+async fn filled_server(programs: &Programs, size: Size, data: &Path) -> Result<ApiServer> {
     let binary = programs.controlplane.file_name().unwrap_or_default().to_string_lossy();
-    let inputs = Inputs::new().word(&binary).word(&size.to_string()).word(include_str!("objects.rs"));
-    let archive = cached(&format!("bench-{size}.tar"), inputs, async |to| {
+    let sources = [include_str!("objects.rs"), include_str!("fill.rs"), include_str!("etcd.rs")];
+    let inputs = Inputs::new().word(&binary).word(&size.key()).word(&sources.concat());
+    let stem = format!("bench-{}", size.key());
+    let archive = cached(&format!("{stem}.tar"), inputs, async |to| {
         let fresh = data.with_extension("fresh");
-        let server = ApiServer::start_at(API_ADDRESS, LOOPBACK, Some(&fresh)).await?;
-        step(&format!("{size} Services created (once)"), objects::fill(&server.client(), size)).await?;
-        server.stop().await?;
+        let filling = fill::fill(&programs.controlplane, PLACE, size, &fresh);
+        step(&format!("a store filled with {size} (once)"), filling).await?;
         output(
             command("tar", ["--create", "--sparse", "--file"])
                 .arg(to)
@@ -161,10 +198,24 @@ async fn filled_server(programs: &Programs, size: u32, data: &Path) -> Result<Ap
         fs::remove_dir_all(&fresh).with_context(|| format!("removing {}", fresh.display()))
     })
     .await?;
+    remove_others(&archive, &format!("{stem}-"))?;
     fs::create_dir_all(data).with_context(|| format!("creating {}", data.display()))?;
     output(command("tar", ["--extract", "--file"]).arg(archive).arg("--directory").arg(data)).await?;
-    step(&format!("API server with {size} Services"), ApiServer::start_at(API_ADDRESS, LOOPBACK, Some(data)))
-        .await
+    let starting = ApiServer::start_at(PLACE.api, PLACE.etcd, Some(data));
+    let server = step(&format!("API server with {size}"), starting).await?;
+    fill::check(&server.client(), size).await?;
+    Ok(server)
+}
+
+/// Removes what begins with `start` beside `archive`: stores that earlier versions of this have filled.
+fn remove_others(archive: &Path, start: &str) -> Result<()> {
+    for entry in fs::read_dir(archive.parent().context("the cache has a folder")?)? {
+        let path = entry?.path();
+        if path != archive && path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start)) {
+            fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Creates the Node, and what the operator would write for it: the defaults, in a mode and with a flavour.
@@ -233,27 +284,20 @@ fn keep_logs(from: &Path, to: Option<&Path>) -> Result<()> {
     Ok(())
 }
 
-/// What the figures depend on.
-async fn heading(options: &Options, programs: &Programs) -> Result<String> {
+/// What the figures depend on besides the machine.
+async fn tools(options: &Options, programs: &Programs) -> Result<String> {
     let iptables =
         output(&mut command(format!("iptables-{}", options.flavour.word()), ["--version"])).await?;
     let kubernetes = output(&mut command(&programs.controlplane, ["kube-proxy", "--version"])).await?;
     let Effort { connects, changes, added, idle } = options.effort;
-    let tools = match options.mode {
-        Mode::Iptables => format!(", flavour {}", options.flavour.word()),
-        Mode::Nftables => String::new(),
-        Mode::Ipvs => {
-            ", in user-mode-linux; processor time is that of the whole kernel and the client in it".to_owned()
-        }
+    let place = match options.mode {
+        Mode::Iptables | Mode::Nftables => "",
+        Mode::Ipvs => " In user-mode-linux; processor time is that of the whole kernel and the client in it.",
     };
-    if options.sizes.is_empty() || options.kinds.is_empty() {
-        bail!("nothing to measure");
-    }
     Ok(format!(
-        "### Mode {mode}{tools}\n\n{machine}; {iptables}; kube-proxy of {kubernetes}; agent {version}, profile {profile}. \
-         {connects} connects, {changes} endpoint changes, {added} Services added, {idle} s idle.\n",
-        mode = options.mode.word(),
-        machine = machine()?,
+        "{iptables}; kube-proxy of {kubernetes}; agent {version}, profile {profile}. {quick}{connects} connects, {changes} endpoint \
+         changes, {added} Services added, {idle} s idle.{place}",
+        quick = if options.effort == Effort::QUICK { QUICK } else { "" },
         iptables = iptables.trim(),
         kubernetes = kubernetes.trim(),
         version = release::VERSION,
@@ -262,7 +306,13 @@ async fn heading(options: &Options, programs: &Programs) -> Result<String> {
     ))
 }
 
-/// When it was measured, on which machine, and what else that had to do.
+/// The 1, 5 and 15 minutes' load average.
+fn load() -> Result<String> {
+    let load = fs::read_to_string("/proc/loadavg").context("reading the load average")?;
+    Ok(load.split(' ').take(3).collect::<Vec<_>>().join(" "))
+}
+
+/// When it was measured, and on which machine.
 fn machine() -> Result<String> {
     let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
     let field = |text: &str, name: &str| {
@@ -271,15 +321,14 @@ fn machine() -> Result<String> {
             .map(|(_, value)| value.trim().to_owned())
             .unwrap_or_default()
     };
-    let (cpus, load) = (read("/proc/cpuinfo")?, read("/proc/loadavg")?);
+    let cpus = read("/proc/cpuinfo")?;
     let memory: u64 = field(&read("/proc/meminfo")?, "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0);
     Ok(format!(
-        "{}; {} × {}, {} GiB, Linux {}; load average {}",
+        "{}; {} × {}, {} GiB, Linux {}",
         k8s_openapi::jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M UTC"),
         cpus.lines().filter(|line| line.starts_with("processor")).count(),
         field(&cpus, "model name"),
         memory >> 20,
         read("/proc/sys/kernel/osrelease")?.trim(),
-        load.split(' ').take(3).collect::<Vec<_>>().join(" "),
     ))
 }

@@ -1,56 +1,145 @@
-//! The Services that are measured, and putting them into an API server.
+//! The Services that are measured, and writing them to an API server.
 //!
-//! In: how many. Out: objects that follow from their number, so that every run has the same: three endpoints each, a
-//! fifth with NodePorts, a twentieth each with a LoadBalancer address and with ClientIP affinity; ClusterIPs are spread
-//! over the whole block, as the API server's own allocation spreads them.
+//! In: a [`Size`]. Out: objects that follow from their number, so that every run has the same: a fifth with NodePorts, a
+//! twentieth each with a LoadBalancer address and with ClientIP affinity; ClusterIPs are spread over the whole block, as
+//! the API server's own allocation spreads them.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 use anyhow::{Context, Result, ensure};
-use futures::{StreamExt, TryStreamExt, stream};
-use k8s_openapi::api::core::v1::{Namespace, Service};
+use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+
+use super::lab::FIRST_ENDPOINT;
 
 /// The namespace of all Services here.
 pub const NAMESPACE: &str = "bench";
-/// Endpoints of a Service.
-pub const ENDPOINTS: u32 = 3;
 /// The port of every ClusterIP and LoadBalancer address.
 pub const PORT: u16 = 80;
 /// The port of every endpoint.
 pub const ENDPOINT_PORT: u16 = 8080;
-/// What the endpoints' addresses of one namespace hold.
+/// The ClusterIPs and what endpoints are replaced with are for so many Services.
 pub const LARGEST: u32 = 30_000;
+/// As many as the controller of Kubernetes puts into one EndpointSlice.
+pub const MOST_ENDPOINTS: u32 = 100;
 
 /// Ports 30000 to 32699; the API server hands out up to 32767.
 const NODE_PORTS: u32 = 2700;
-/// Requests under way to the API server. It is busy with so many, and more of them wait for each other.
-const REQUESTS: usize = 32;
+/// What first endpoints are replaced with: the last of the block that begins with [`FIRST_ENDPOINT`].
+const FIRST_REPLACEMENT: Ipv4Addr = Ipv4Addr::new(10, 239, 128, 1);
+/// The addresses that endpoints have.
+const ROOM: u32 = FIRST_REPLACEMENT.to_bits() - FIRST_ENDPOINT.to_bits();
 
-/// The Service with this number.
+/// How many Services, and how many endpoints each of them has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Size {
+    services: u32,
+    endpoints: u32,
+}
+
+impl Size {
+    /// An error says which numbers would do.
+    pub fn new(services: u32, endpoints: u32) -> Result<Self> {
+        ensure!((20..=LARGEST).contains(&services), "{services} Services: give 20 to {LARGEST}");
+        ensure!(
+            (1..=MOST_ENDPOINTS).contains(&endpoints),
+            "{endpoints} endpoints per Service: give 1 to {MOST_ENDPOINTS}"
+        );
+        ensure!(
+            services * endpoints <= ROOM,
+            "{services} Services with {endpoints} endpoints each need {} addresses, and there are {ROOM}: give at most {} endpoints or \
+             {} Services",
+            services * endpoints,
+            ROOM / services,
+            ROOM / endpoints,
+        );
+        Ok(Self { services, endpoints })
+    }
+
+    /// The number of Services.
+    #[must_use]
+    pub fn services(self) -> u32 {
+        self.services
+    }
+
+    /// The Service with this number, from 0.
+    #[must_use]
+    pub fn service(self, number: u32) -> Numbered {
+        Numbered { number, endpoints: self.endpoints }
+    }
+
+    /// A word for names of files and for a place on a page: `1000x3`.
+    #[must_use]
+    pub fn key(self) -> String {
+        format!("{}x{}", self.services, self.endpoints)
+    }
+}
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} services × {} endpoints", self.services, self.endpoints)
+    }
+}
+
+/// What objects have in common that differ in names, addresses and ports only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Numbered(pub u32);
+pub struct Shape {
+    node_port: bool,
+    vip: bool,
+    affine: bool,
+}
+
+/// One of the Services.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Numbered {
+    number: u32,
+    endpoints: u32,
+}
 
 impl Numbered {
+    /// Its number.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        self.number
+    }
+
     /// Its name.
     #[must_use]
     pub fn name(self) -> String {
-        format!("s{:05}", self.0)
+        format!("s{:05}", self.number)
     }
 
-    fn slice_name(self) -> String {
+    /// The name of its EndpointSlice.
+    #[must_use]
+    pub fn slice_name(self) -> String {
         format!("{}-1", self.name())
+    }
+
+    /// What kind of Service it is.
+    #[must_use]
+    pub fn shape(self) -> Shape {
+        Shape { node_port: self.node_port().is_some(), vip: self.vip().is_some(), affine: self.affine() }
+    }
+
+    /// The names and addresses in its objects; in the same order for all of one shape.
+    #[must_use]
+    pub fn words(self) -> Vec<String> {
+        let mut words = vec![self.name(), self.slice_name(), self.cluster_ip().to_string()];
+        words.extend(self.vip().map(|vip| vip.to_string()));
+        words.extend(self.all_endpoints().map(|address| address.to_string()));
+        words
     }
 
     /// Its ClusterIP. A prime beyond the number of Services spreads them without a collision; the first 256 addresses
     /// and the last 5,000 of the block stay free.
     #[must_use]
     pub fn cluster_ip(self) -> Ipv4Addr {
-        above(Ipv4Addr::new(10, 96, 1, 0), u32::try_from(u64::from(self.0) * 7919 % 60_013).unwrap_or(0))
+        above(Ipv4Addr::new(10, 96, 1, 0), u32::try_from(u64::from(self.number) * 7919 % 60_013).unwrap_or(0))
     }
 
     /// Its ClusterIP and port.
@@ -62,32 +151,42 @@ impl Numbered {
     /// Its NodePort, if it has one.
     #[must_use]
     pub fn node_port(self) -> Option<u16> {
-        let nth = self.0 / 5;
-        (self.0.is_multiple_of(5) && nth < NODE_PORTS).then(|| 30_000 + u16::try_from(nth).unwrap_or(0))
+        let nth = self.number / 5;
+        (self.number.is_multiple_of(5) && nth < NODE_PORTS).then(|| 30_000 + u16::try_from(nth).unwrap_or(0))
     }
 
     /// Its LoadBalancer address, if it has one.
     #[must_use]
     pub fn vip(self) -> Option<Ipv4Addr> {
-        (self.0 % 20 == 1).then(|| above(Ipv4Addr::new(198, 18, 0, 0), self.0 / 20 + 1))
+        (self.number % 20 == 1).then(|| above(Ipv4Addr::new(198, 18, 0, 0), self.number / 20 + 1))
     }
 
     /// Whether it keeps a client at an endpoint.
     #[must_use]
     pub fn affine(self) -> bool {
-        self.0 % 20 == 2
+        self.number % 20 == 2
     }
 
     /// The `nth` of its endpoints.
     #[must_use]
     pub fn endpoint(self, nth: u32) -> Ipv4Addr {
-        above(Ipv4Addr::new(10, 226, 0, 1), self.0 * ENDPOINTS + nth)
+        above(FIRST_ENDPOINT, self.number * self.endpoints + nth)
+    }
+
+    /// An endpoint of it: with many Services, another one each.
+    #[must_use]
+    pub fn some_endpoint(self) -> Ipv4Addr {
+        self.endpoint(self.number % self.endpoints)
+    }
+
+    fn all_endpoints(self) -> impl Iterator<Item = Ipv4Addr> {
+        (0..self.endpoints).map(move |nth| self.endpoint(nth))
     }
 
     /// What its first endpoint is replaced with.
     #[must_use]
     pub fn new_endpoint(self) -> Ipv4Addr {
-        above(Ipv4Addr::new(10, 227, 128, 1), self.0)
+        above(FIRST_REPLACEMENT, self.number)
     }
 
     fn service(self) -> Value {
@@ -95,17 +194,22 @@ impl Numbered {
     }
 
     fn slice(self) -> Value {
-        let endpoints: Vec<Ipv4Addr> = (0..ENDPOINTS).map(|nth| self.endpoint(nth)).collect();
+        self.slice_from(self.endpoint(0))
+    }
+
+    /// Its EndpointSlice with this first endpoint.
+    fn slice_from(self, first: Ipv4Addr) -> Value {
+        let endpoints: Vec<Ipv4Addr> = std::iter::once(first).chain(self.all_endpoints().skip(1)).collect();
         slice(&self.name(), &self.slice_name(), &endpoints)
     }
 }
 
-/// `count` Services without NodePort, LoadBalancer address or affinity, spread over the first `size`; different ones as
-/// long as there are enough.
+/// `count` Services without NodePort, LoadBalancer address or affinity, spread over all; different ones as long as there
+/// are enough.
 #[must_use]
-pub fn plain(size: u32, count: usize) -> Vec<Numbered> {
+pub fn plain(size: Size, count: usize) -> Vec<Numbered> {
     let is_plain = |one: &Numbered| one.node_port().is_none() && one.vip().is_none() && !one.affine();
-    let all: Vec<Numbered> = (0..size).map(Numbered).filter(is_plain).collect();
+    let all: Vec<Numbered> = (0..size.services).map(|number| size.service(number)).filter(is_plain).collect();
     // A prime step visits all of them, and neighbours do not follow each other.
     (0..count).filter_map(|nth| all.get(nth * 7919 % all.len()).copied()).collect()
 }
@@ -172,8 +276,7 @@ impl Writer {
 
     /// Makes the first endpoint of a Service `address`.
     pub async fn set_first_endpoint(&self, of: Numbered, address: Ipv4Addr) -> Result<()> {
-        let endpoints = [address, of.endpoint(1), of.endpoint(2)];
-        let patch = Patch::Merge(slice(&of.name(), &of.slice_name(), &endpoints));
+        let patch = Patch::Merge(of.slice_from(address));
         let patched = self.slices.patch(&of.slice_name(), &PatchParams::default(), &patch).await;
         patched.with_context(|| format!("changing an endpoint of {}", of.name())).map(drop)
     }
@@ -199,7 +302,8 @@ impl Writer {
         self.slices.delete(&name, &DeleteParams::default()).await.context("removing a Service").map(drop)
     }
 
-    async fn create(&self, of: Numbered) -> Result<()> {
+    /// Creates a Service and its EndpointSlice.
+    pub async fn create(&self, of: Numbered) -> Result<()> {
         let post = PostParams::default();
         let failed = || format!("creating {}", of.name());
         self.services.create(&post, &object(of.service())?).await.with_context(failed)?;
@@ -220,43 +324,56 @@ pub fn added_ip(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 96, 250, number)
 }
 
-/// Creates the first `size` Services in an empty API server.
-pub async fn fill(client: &Client, size: u32) -> Result<()> {
-    ensure!((20..=LARGEST).contains(&size), "{size} Services: give 20 to {LARGEST}");
-    let namespace = object(json!({"metadata": {"name": NAMESPACE}}))?;
-    Api::<Namespace>::all(client.clone()).create(&PostParams::default(), &namespace).await?;
-    let writer = Writer::new(client);
-    stream::iter(0..size)
-        .map(|number| writer.create(Numbered(number)))
-        .buffer_unordered(REQUESTS)
-        .try_collect()
-        .await
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
 
+    fn all(services: u32, endpoints: u32) -> Vec<Numbered> {
+        let size = Size::new(services, endpoints).unwrap();
+        (0..services).map(|number| size.service(number)).collect()
+    }
+
     #[test]
     fn addresses_and_ports_are_unique_and_in_their_blocks() {
-        let all: Vec<Numbered> = (0..LARGEST).map(Numbered).collect();
+        let most = ROOM / LARGEST;
+        let all = all(LARGEST, most);
         let ips: BTreeSet<_> = all.iter().map(|one| one.cluster_ip()).collect();
         assert_eq!(ips.len(), all.len());
         assert!(ips.iter().all(|ip| ip.octets()[..2] == [10, 96] && *ip < added_ip(0)));
         let ports: Vec<_> = all.iter().filter_map(|one| one.node_port()).collect();
         assert_eq!(ports.iter().collect::<BTreeSet<_>>().len(), ports.len());
-        let endpoints: BTreeSet<_> = (all.iter())
-            .flat_map(|one| (0..3).map(|nth| one.endpoint(nth)).chain([one.new_endpoint()]))
-            .collect();
-        assert_eq!(endpoints.len(), all.len() * 4);
-        assert!(endpoints.iter().all(|ip| ip.octets()[0] == 10 && matches!(ip.octets()[1], 226 | 227)));
+        let endpoints: BTreeSet<_> =
+            all.iter().flat_map(|one| one.all_endpoints().chain([one.new_endpoint()])).collect();
+        assert_eq!(endpoints.len(), all.len() * (most as usize + 1));
+        assert!(endpoints.iter().all(|ip| ip.octets()[0] == 10 && matches!(ip.octets()[1], 232..=239)));
+    }
+
+    #[test]
+    fn a_size_fits_the_addresses_or_says_what_would() {
+        let size = Size::new(5000, 50).unwrap();
+        assert_eq!(
+            (size.to_string().as_str(), size.key().as_str()),
+            ("5000 services × 50 endpoints", "5000x50")
+        );
+        for (services, endpoints, message) in [
+            (19, 3, "19 Services: give 20 to 30000"),
+            (1000, 101, "101 endpoints per Service: give 1 to 100"),
+            (
+                20_000,
+                50,
+                "20000 Services with 50 endpoints each need 1000000 addresses, and there are 491520: give at most 24 endpoints or \
+                 9830 Services",
+            ),
+        ] {
+            assert_eq!(Size::new(services, endpoints).unwrap_err().to_string(), message);
+        }
     }
 
     #[test]
     fn the_mix_is_as_announced() {
-        let count = |is: fn(&Numbered) -> bool| (0..1000).map(Numbered).filter(is).count();
+        let count = |is: fn(&Numbered) -> bool| all(1000, 3).into_iter().filter(is).count();
         assert_eq!(count(|one| one.node_port().is_some()), 200);
         assert_eq!(count(|one| one.vip().is_some()), 50);
         assert_eq!(count(|one| one.affine()), 50);
@@ -264,10 +381,12 @@ mod tests {
 
     #[test]
     fn changing_services_are_plain_and_different() {
-        for size in [1000, 5000, 10_000] {
-            let chosen = plain(size, 200);
-            assert_eq!(chosen.iter().map(|one| one.0).collect::<BTreeSet<_>>().len(), 200);
-            assert!(chosen.iter().all(|one| one.0 < size && one.node_port().is_none() && !one.affine()));
+        for services in [1000, 5000, 10_000] {
+            let chosen = plain(Size::new(services, 3).unwrap(), 200);
+            assert_eq!(chosen.iter().collect::<BTreeSet<_>>().len(), 200);
+            assert!(chosen.iter().all(|one| {
+                one.number < services && one.node_port().is_none() && one.vip().is_none() && !one.affine()
+            }));
         }
     }
 }

@@ -1,12 +1,13 @@
-//! From measurements to a page.
+//! From measurements to a table.
 //!
-//! In: what was measured of each program. Out: a table in Markdown with ratios, and a page of which one section is replaced.
+//! In: what was measured of each program. Out: a table in Markdown with ratios.
 
 use std::fmt::Write;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::objects::Size;
 use super::program::Kind;
 
 /// A number with its unit.
@@ -126,7 +127,7 @@ pub struct Column {
 
 /// The table of one size. The ratio is kube-proxy's value in Pointsman's.
 #[must_use]
-pub fn table(size: u32, columns: &[(Kind, Measured)]) -> String {
+pub fn table(size: Size, columns: &[(Kind, Measured)]) -> String {
     let compared = |kind| columns.len() == 2 && kind == Kind::Pointsman;
     let columns: Vec<(Column, Measured)> = columns
         .iter()
@@ -134,7 +135,7 @@ pub fn table(size: u32, columns: &[(Kind, Measured)]) -> String {
             (Column { name: kind.to_string(), compared: compared(*kind) }, measured.clone())
         })
         .collect();
-    comparison(&format!("{size} services"), &columns)
+    comparison(&size.to_string(), &columns)
 }
 
 /// A table with this word in its corner, and the rows of the last column.
@@ -162,19 +163,6 @@ pub fn comparison(corner: &str, columns: &[(Column, Measured)]) -> String {
         text.push('\n');
     }
     text
-}
-
-/// `page` with the section called `name` replaced by `section`, or with the section at its end.
-#[must_use]
-pub fn with_section(page: &str, name: &str, section: &str) -> String {
-    let (begin, end) = (format!("<!-- begin {name} -->\n"), format!("<!-- end {name} -->\n"));
-    let section = format!("{begin}{section}{end}");
-    match (page.find(&begin), page.find(&end)) {
-        (Some(from), Some(to)) if from < to => {
-            format!("{}{section}{}", &page[..from], &page[to + end.len()..])
-        }
-        _ => format!("{}\n\n{section}", page.trim_end()),
-    }
 }
 
 #[cfg(test)]
@@ -221,15 +209,16 @@ mod tests {
         ours.time("start", Duration::from_millis(200));
         ours.add("failed", Value::Count(0));
         ours.time("idle", Duration::from_millis(40));
+        let size = Size::new(1000, 3).unwrap();
         let both = [(Kind::KubeProxy, theirs.clone()), (Kind::Pointsman, ours)];
         assert_eq!(
-            table(1000, &both),
-            "| 1000 services | kube-proxy | Pointsman | ratio |\n|---|---:|---:|---:|\n\
+            table(size, &both),
+            "| 1000 services × 3 endpoints | kube-proxy | Pointsman | ratio |\n|---|---:|---:|---:|\n\
              | start | 3.00 s | 200 ms | 15 |\n| failed | 0 | 0 |  |\n| idle | 20 µs | 40.0 ms | < 0.01 |\n"
         );
         assert_eq!(
-            table(1000, &[(Kind::KubeProxy, theirs)]),
-            "| 1000 services | kube-proxy |\n|---|---:|\n| start | 3.00 s |\n| failed | 0 |\n| idle | 20 µs |\n"
+            table(size, &[(Kind::KubeProxy, theirs)]),
+            "| 1000 services × 3 endpoints | kube-proxy |\n|---|---:|\n| start | 3.00 s |\n| failed | 0 |\n| idle | 20 µs |\n"
         );
     }
 
@@ -247,18 +236,6 @@ mod tests {
         assert_eq!(
             comparison("", &[(column("a", false), theirs), (column("b", true), ours)]),
             "|  | a | b | ratio |\n|---|---:|---:|---:|\n| rate | 2 | 4 | 2.00 |\n| time | – | 10.0 ms |  |\n"
-        );
-    }
-
-    #[test]
-    fn a_section_is_replaced_or_added() {
-        let page = with_section("# Page\n", "a", "one\n");
-        assert_eq!(page, "# Page\n\n<!-- begin a -->\none\n<!-- end a -->\n");
-        let page = with_section(&page, "b", "two\n");
-        let page = with_section(&page, "a", "three\n");
-        assert_eq!(
-            page,
-            "# Page\n\n<!-- begin a -->\nthree\n<!-- end a -->\n\n<!-- begin b -->\ntwo\n<!-- end b -->\n"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! `hack/bench userspace`: the agent's proxy beside HAProxy in TCP mode and beside no proxy at all.
 //!
-//! In: [`Options`]. Out: a report in Markdown. No API server: the agent's data plane is run by an example of its crate, as the agent runs
+//! In: [`Options`]. Out: a table in Markdown. No API server: the agent's data plane is run by an example of its crate, as the agent runs
 //! it but with a plan of one Service. HAProxy listens at the node's address, and one rule leads the same ClusterIP to it.
 
 use std::fs;
@@ -12,10 +12,12 @@ use anyhow::{Context, Result, bail};
 use tokio::process::Child;
 use tokio::task::block_in_place;
 
+use super::QUICK;
 use super::lab::{Lab, NODE_ADDRESS};
 use super::load::{self, Kind, Seen};
 use super::meter::Meter;
 use super::objects::{ENDPOINT_PORT, PORT};
+use super::page;
 use super::program::launch;
 use super::report::{Column, Measured, Value, comparison, percentile};
 use crate::command::{command, output, output_with_input};
@@ -24,7 +26,7 @@ use crate::progress::step;
 use crate::release;
 
 const ENDPOINTS: [Ipv4Addr; 3] =
-    [Ipv4Addr::new(10, 226, 0, 1), Ipv4Addr::new(10, 226, 0, 2), Ipv4Addr::new(10, 226, 0, 3)];
+    [Ipv4Addr::new(10, 232, 0, 1), Ipv4Addr::new(10, 232, 0, 2), Ipv4Addr::new(10, 232, 0, 3)];
 const CLUSTER_IP: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
 /// How long a proxy may take to serve.
 const START: Duration = Duration::from_secs(10);
@@ -43,13 +45,15 @@ pub struct Options {
     pub rounds: usize,
     /// Where the logs are kept, if anywhere.
     pub logs: Option<PathBuf>,
+    /// The page on which the table is published, if any.
+    pub page: Option<PathBuf>,
 }
 
 impl Options {
     /// What the published figures are from.
-    pub const FULL: Self = Self { during: Duration::from_secs(3), rounds: 5, logs: None };
+    pub const FULL: Self = Self { during: Duration::from_secs(3), rounds: 5, logs: None, page: None };
     /// For looking whether a change of the code made a difference.
-    pub const QUICK: Self = Self { during: Duration::from_secs(1), rounds: 3, logs: None };
+    pub const QUICK: Self = Self { during: Duration::from_secs(1), rounds: 3, logs: None, page: None };
 }
 
 /// Who carries the connections.
@@ -127,11 +131,10 @@ pub async fn build() -> Result<PathBuf> {
     release::compile_target("pointsman-agent", "--example", "userspace", &release::profile()).await
 }
 
-/// Measures, in the network that [`super::lab::isolate`] has made. Returns a report.
-pub async fn run(options: &Options, binary: &Path) -> Result<String> {
+/// Measures, in the network that [`super::lab::isolate`] has made; prints a table and publishes it.
+pub async fn run(options: &Options, binary: &Path) -> Result<()> {
     let dir = tempfile::Builder::new().prefix("bench-").tempdir().context("a temporary folder")?;
-    let heading = heading(options).await?;
-    println!("{heading}");
+    let (machine, before, tools) = (super::machine()?, super::load()?, tools(options).await?);
     // The pages of a binary are charged to who reads them first.
     let _ = fs::read(binary);
     let mut lab = Lab::new().await?;
@@ -155,9 +158,14 @@ pub async fn run(options: &Options, binary: &Path) -> Result<String> {
     }
     let columns: Vec<(Column, Measured)> =
         WAYS.iter().zip(rounds).map(|(way, rounds)| (way.column(), Measured::median(&rounds))).collect();
-    let table = comparison("", &columns);
-    println!("{table}");
-    Ok(format!("{heading}\n{table}"))
+    let report = format!(
+        "### Mode userspace\n\n{machine}, load average {before} before and {} after; {tools}\n\n{}",
+        super::load()?,
+        comparison("", &columns)
+    );
+    println!("{report}");
+    let Some(page) = &options.page else { return Ok(()) };
+    page::rewrite(page, |old| page::with_section(old, "userspace", &report))
 }
 
 /// A proxy that serves; or none.
@@ -263,12 +271,12 @@ fn count(number: usize) -> f64 {
     number as f64
 }
 
-async fn heading(options: &Options) -> Result<String> {
+async fn tools(options: &Options) -> Result<String> {
     let version = output(&mut command("haproxy", ["-v"])).await?;
     let version = version.split_whitespace().nth(2).unwrap_or_default().to_owned();
-    let machine = super::machine()?;
+    let quick = if options.during == Options::QUICK.during { QUICK } else { "" };
     Ok(format!(
-        "### Mode userspace\n\n{machine}; HAProxy {version}; agent {}, profile {}. {} rounds of {} s for each load; medians.\n",
+        "HAProxy {version}; agent {}, profile {}. {quick}{} rounds of {} s for each load; medians.",
         release::VERSION,
         release::profile(),
         options.rounds,

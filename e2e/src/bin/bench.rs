@@ -6,8 +6,9 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use pointsman_e2e::bench::measure::Effort;
+use pointsman_e2e::bench::objects::Size;
 use pointsman_e2e::bench::program::{Flavour, Kind, Mode};
-use pointsman_e2e::bench::{Options, Programs, lab, machine, report, run, userspace};
+use pointsman_e2e::bench::{Options, Programs, lab, machine, run, userspace};
 use pointsman_e2e::stamp::repository;
 use tokio::runtime::{Builder, Runtime};
 
@@ -22,6 +23,9 @@ struct Arguments {
     /// Numbers of Services, separated by commas [default: 1000,5000,10000; in mode ipvs 1000,3000]
     #[arg(long, value_delimiter = ',')]
     sizes: Vec<u32>,
+    /// Endpoints of each Service
+    #[arg(long, default_value_t = 3)]
+    endpoints: u32,
     /// Measure this program only
     #[arg(long)]
     only: Option<Kind>,
@@ -31,7 +35,8 @@ struct Arguments {
     /// Fewer repetitions and a shorter idle time: for comparing, not for publishing
     #[arg(long)]
     quick: bool,
-    /// Put the result into docs/benchmarks.md, in place of the last one of this mode and flavour
+    /// Put each table into docs/benchmarks.md, in place of the last one of this mode, flavour and size; those of one program only
+    /// have sections of their own
     #[arg(long)]
     write: bool,
     /// Keep the logs of both programs in this folder
@@ -70,34 +75,34 @@ fn measure(arguments: &Arguments) -> Result<()> {
         Subject::Ipvs => Mode::Ipvs,
         Subject::Userspace => return measure_userspace(arguments),
     };
-    let sizes: &[u32] = if mode == Mode::Ipvs { &[1000, 3000] } else { &[1000, 5000, 10_000] };
+    let usual: &[u32] = if mode == Mode::Ipvs { &[1000, 3000] } else { &[1000, 5000, 10_000] };
+    let sizes = if arguments.sizes.is_empty() { usual } else { &arguments.sizes };
+    let sizes: Result<_> = sizes.iter().map(|services| Size::new(*services, arguments.endpoints)).collect();
     let options = Options {
         mode,
         // All that user-mode-linux has.
         flavour: if mode == Mode::Ipvs { Flavour::Legacy } else { arguments.flavour },
-        sizes: if arguments.sizes.is_empty() { sizes.to_vec() } else { arguments.sizes.clone() },
+        sizes: sizes?,
         kinds: arguments.only.map_or_else(|| vec![Kind::KubeProxy, Kind::Pointsman], |kind| vec![kind]),
         effort: if arguments.quick { Effort::QUICK } else { Effort::FULL },
         logs: arguments.logs()?,
+        page: arguments.page(),
     };
-    let name = format!("{} {}", mode.word(), options.flavour.word());
-    let text = alone(Programs::build(&options.kinds), async |programs| run(&options, &programs).await)?;
-    arguments.publish(&name, &text)
+    alone(Programs::build(&options.kinds), async |programs| run(&options, &programs).await)
 }
 
 fn measure_userspace(arguments: &Arguments) -> Result<()> {
     let effort = if arguments.quick { userspace::Options::QUICK } else { userspace::Options::FULL };
-    let options = userspace::Options { logs: arguments.logs()?, ..effort };
-    let text = alone(userspace::build(), async |binary| userspace::run(&options, &binary).await)?;
-    arguments.publish("userspace", &text)
+    let options = userspace::Options { logs: arguments.logs()?, page: arguments.page(), ..effort };
+    alone(userspace::build(), async |binary| userspace::run(&options, &binary).await)
 }
 
 /// Builds with the network of the machine, and measures in one of its own, while nobody else does: two at a time would measure each
 /// other.
 fn alone<T>(
     build: impl Future<Output = Result<T>>,
-    measure: impl AsyncFnOnce(T) -> Result<String>,
-) -> Result<String> {
+    measure: impl AsyncFnOnce(T) -> Result<()>,
+) -> Result<()> {
     let building = Builder::new_current_thread().enable_all().build()?;
     let lock = building.block_on(pointsman_e2e::stamp::lock(Path::new("/run/lock/pointsman-bench")));
     let _lock = lock.context("waiting for another benchmark")?;
@@ -119,13 +124,7 @@ impl Arguments {
         self.logs.as_deref().map(std::path::absolute).transpose().map_err(Into::into)
     }
 
-    fn publish(&self, name: &str, text: &str) -> Result<()> {
-        if !self.write {
-            return Ok(());
-        }
-        let path = repository().join("docs/benchmarks.md");
-        let page = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-        std::fs::write(&path, report::with_section(&page, name, text))
-            .with_context(|| format!("writing {}", path.display()))
+    fn page(&self) -> Option<PathBuf> {
+        self.write.then(|| repository().join("docs/benchmarks.md"))
     }
 }
