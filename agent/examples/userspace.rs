@@ -48,10 +48,10 @@ fn main() -> anyhow::Result<()> {
         let dirty = model.apply(change);
         plan.update(&model, dirty);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let mut dataplane =
-            Dataplane::open(&[IpFamily::IPv4], Counters::default()).await.map_err(anyhow::Error::msg)?;
+        let opened = Dataplane::open(&[IpFamily::IPv4], Counters::default(), threads).await;
+        let mut dataplane = opened.map_err(anyhow::Error::msg)?;
         let (_, errors) = dataplane.sync(&plan, &Changes::default()).await;
         anyhow::ensure!(errors.is_empty(), "{errors:?}");
         println!("ready");

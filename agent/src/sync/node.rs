@@ -28,6 +28,7 @@ use crate::takeover::{Known, Left, Takeover, TakeoverError};
 use crate::userspace;
 use crate::userspace::counters::Counters;
 use crate::userspace::localhost::Localhost;
+use crate::userspace::workers::THREADS;
 
 /// Modes that this build can run.
 pub const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];
@@ -282,7 +283,7 @@ impl Node {
                 .await
                 .map(Dataplane::Nftables)
                 .map_err(|message| Rejection { reason: "KernelUnsupported", message }),
-            Mode::Userspace => userspace::Dataplane::open(families, self.counters.clone())
+            Mode::Userspace => userspace::Dataplane::open(families, self.counters.clone(), THREADS)
                 .await
                 .map(Dataplane::Userspace)
                 .map_err(|message| Rejection { reason: "KernelUnsupported", message }),

@@ -66,15 +66,15 @@ struct Served {
 
 impl Dataplane {
     /// Finds out whether this kernel can lead packets to a proxy; the error says what is missing. Opens sockets in the network namespace
-    /// of this thread. Knows nothing of what is installed yet.
-    pub async fn open(families: &[IpFamily], counters: Counters) -> Result<Self, String> {
+    /// of this thread. So many threads carry connections. Knows nothing of what is installed yet.
+    pub async fn open(families: &[IpFamily], counters: Counters, threads: usize) -> Result<Self, String> {
         let client = Client::open_probed(families).await?;
-        Ok(Self::new(client, families, Shared::new(counters, Limits::of_process())))
+        Ok(Self::new(client, families, Shared::new(counters, Limits::of_process(), threads)))
     }
 
     /// What an earlier process has left in these families, to be removed.
     pub fn leftover(families: &[IpFamily]) -> Result<Self, Error> {
-        Ok(Self::new(Client::open()?, families, Shared::new(Counters::default(), Limits::of(0))))
+        Ok(Self::new(Client::open()?, families, Shared::new(Counters::default(), Limits::of(0), 1)))
     }
 
     fn new(client: Client, families: &[IpFamily], shared: Shared) -> Self {
@@ -294,7 +294,7 @@ impl Family {
             return Ok(false);
         }
         let whose = Whose::Frontends(Arc::clone(&self.frontends));
-        let listener = Listener::open(SocketAddr::new(address, 0), whose, Arc::clone(shared))
+        let listener = Listener::open(SocketAddr::new(address, 0), &whose, shared)
             .map_err(|error| not_listening(node.family, address, &error))?;
         info!(address = %listener.address, "the proxy listens");
         self.listeners.tcp = Some(listener.address);

@@ -38,7 +38,7 @@ impl Localhost {
     /// Nothing is open yet.
     #[must_use]
     pub fn new(counters: Counters) -> Self {
-        let shared = Arc::new(Shared::new(counters, Limits::of_process().localhost()));
+        let shared = Arc::new(Shared::new(counters, Limits::of_process().localhost(), 1));
         Self { shared, ports: BTreeMap::new(), settings: BTreeMap::new() }
     }
 
@@ -84,7 +84,7 @@ impl Localhost {
         let counters = self.shared.counters.of(id);
         let port = Arc::new(ServicePort::new(id.clone(), Arc::clone(plan), Arc::clone(setting), counters));
         let address = SocketAddr::new(loopback(id.family), number);
-        let listener = Listener::open(address, Whose::NodePort(Arc::clone(&port)), Arc::clone(&self.shared));
+        let listener = Listener::open(address, &Whose::NodePort(Arc::clone(&port)), &self.shared);
         let listener = listener.map_err(|error| {
             format!("{} is not served at {address}: {error}; stop what uses the port", id.text())
         });

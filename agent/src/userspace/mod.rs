@@ -4,8 +4,8 @@
 //! how that went ([`crate::kernel`]).
 //!
 //! [`Dataplane`] is what the sync loop talks to. [`steer`] turns the plan into rules (pure). [`balance`], [`health`] and [`affinity`]
-//! choose an endpoint (pure), for a [`port`] of a Service. [`tcp`], with [`relay`], and [`udp`] are the data path, within the limits of
-//! [`shared`]. [`localhost`] serves NodePorts on loopback addresses.
+//! choose an endpoint (pure), for a [`port`] of a Service. [`tcp`], with [`relay`], and [`udp`] are the data path, on the threads
+//! of [`workers`] and within the limits of [`shared`]. [`localhost`] serves NodePorts on loopback addresses.
 
 pub mod affinity;
 pub mod balance;
@@ -19,6 +19,7 @@ pub mod shared;
 pub mod steer;
 pub mod tcp;
 pub mod udp;
+pub mod workers;
 
 pub use dataplane::{Dataplane, cleanup, installed};
 

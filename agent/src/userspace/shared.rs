@@ -1,8 +1,9 @@
-//! What all sockets of the proxy share: limits, and the end.
+//! What all sockets of the proxy share: threads, limits, and the end.
 //!
 //! In: how many files the process may open. Out: permits, and the moment at which what is still open is closed.
 
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -11,6 +12,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
 use super::counters::Counters;
+use super::workers::Workers;
 
 /// After another mode has taken over, connections may go on for so long.
 pub const DRAIN: Duration = Duration::from_mins(10);
@@ -30,6 +32,8 @@ pub struct Shared {
     flows: Arc<Semaphore>,
     limits: Limits,
     ends: watch::Sender<Option<Instant>>,
+    threads: usize,
+    workers: Mutex<Option<Arc<Workers>>>,
 }
 
 /// How much may be open at a time.
@@ -69,21 +73,32 @@ impl Limits {
 }
 
 impl Shared {
-    /// Nothing is open yet.
+    /// Nothing is open yet. What will be is carried by so many threads.
     #[must_use]
-    pub fn new(counters: Counters, limits: Limits) -> Self {
+    pub fn new(counters: Counters, limits: Limits, threads: usize) -> Self {
         Self {
             counters,
             connections: Arc::new(Semaphore::new(limits.connections)),
             flows: Arc::new(Semaphore::new(limits.flows)),
             limits,
             ends: watch::Sender::new(None),
+            threads,
+            workers: Mutex::default(),
         }
+    }
+
+    /// The threads, which are started when they are first needed, in the network namespace of this one.
+    pub fn workers(&self) -> io::Result<Arc<Workers>> {
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(workers) = &*workers {
+            return Ok(Arc::clone(workers));
+        }
+        Ok(Arc::clone(workers.insert(Arc::new(Workers::start(self.threads)?))))
     }
 
     /// Waits until there may be one more connection.
     pub async fn connection(&self) -> Option<OwnedSemaphorePermit> {
-        if let Ok(permit) = Arc::clone(&self.connections).try_acquire_owned() {
+        if let Some(permit) = self.room() {
             return Some(permit);
         }
         self.counters.limited.inc();
@@ -92,6 +107,12 @@ impl Shared {
             "as many connections are open as the proxy can hold; new ones wait"
         );
         Arc::clone(&self.connections).acquire_owned().await.ok()
+    }
+
+    /// Whether there may be one more connection now.
+    #[must_use]
+    pub fn room(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.connections).try_acquire_owned().ok()
     }
 
     /// Whether there may be one more flow of datagrams.
@@ -160,7 +181,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_drain_ends_when_nothing_is_open_or_at_its_limit() {
-        let shared = Arc::new(Shared::new(Counters::default(), Limits::of(1024)));
+        let shared = Arc::new(Shared::new(Counters::default(), Limits::of(1024), 1));
         let connection = |length: u64| {
             let shared = Arc::clone(&shared);
             tokio::spawn(async move {

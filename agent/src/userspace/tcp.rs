@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ use super::counters::Failure;
 use super::port::{Choice, ServicePort, Visitor};
 use super::relay::{Ended, relay};
 use super::shared::Shared;
+use super::workers::Worker;
 use crate::plan::Entrance;
 
 /// An endpoint has so long to answer. A lost SYN is sent again after one second.
@@ -97,53 +98,109 @@ pub enum Whose {
     NodePort(Arc<ServicePort>),
 }
 
-/// A socket that takes connections until this is dropped. Connections go on after that.
+/// Takes connections until this is dropped. Connections go on after that.
 #[derive(Debug)]
 pub struct Listener {
     /// Where it listens.
     pub address: SocketAddr,
+    doors: Vec<(Door, JoinHandle<()>)>,
+}
+
+/// Where connections come in, and what becomes of them.
+#[derive(Clone, Debug)]
+struct Door {
     socket: Arc<TcpListener>,
-    task: JoinHandle<()>,
+    whose: Whose,
+    shared: Arc<Shared>,
+    /// Who accepts and carries them.
+    worker: Arc<Worker>,
 }
 
 impl Listener {
     /// Listens; port 0 leaves the choice to the kernel.
-    pub fn open(address: SocketAddr, whose: Whose, shared: Arc<Shared>) -> io::Result<Self> {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        socket.set_reuseaddr(true)?;
-        if address.is_ipv6() {
-            setsockopt(&socket, sockopt::Ipv6V6Only, &true)?;
+    pub fn open(address: SocketAddr, whose: &Whose, shared: &Arc<Shared>) -> io::Result<Self> {
+        let workers = shared.workers()?;
+        let mut listener = Self { address, doors: Vec::new() };
+        for worker in workers.iter() {
+            let socket = socket(listener.address, workers.iter().len() > 1)?;
+            let inside = worker.enter();
+            let socket = Arc::new(socket.listen(BACKLOG)?);
+            drop(inside);
+            listener.address = socket.local_addr()?;
+            let door =
+                Door { socket, whose: whose.clone(), shared: Arc::clone(shared), worker: Arc::clone(worker) };
+            let task = worker.spawn(door.clone().accept());
+            listener.doors.push((door, task));
         }
-        // What is accepted inherits this.
-        prepare(&socket);
-        socket.bind(address)?;
-        let socket = Arc::new(socket.listen(BACKLOG)?);
-        let address = socket.local_addr()?;
-        Ok(Self { address, task: tokio::spawn(accept(Arc::clone(&socket), whose, shared)), socket })
+        Ok(listener)
     }
+}
+
+fn socket(address: SocketAddr, is_one_of_many: bool) -> io::Result<TcpSocket> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    // Not without need: a port that is given would be shared with other programs of the same user.
+    socket.set_reuseport(is_one_of_many)?;
+    if address.is_ipv6() {
+        setsockopt(&socket, sockopt::Ipv6V6Only, &true)?;
+    }
+    // What is accepted inherits this.
+    prepare(&socket);
+    socket.bind(address)?;
+    Ok(socket)
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.task.abort();
-        // Now, and not when the task has ended: another listener may be opened here next.
-        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+        for (door, task) in &self.doors {
+            task.abort();
+            door.empty();
+        }
+        for (door, _) in &self.doors {
+            // Now, and not when the task has ended: another listener may be opened here next.
+            let _ = shutdown(door.socket.as_raw_fd(), Shutdown::Both);
+        }
     }
 }
 
-async fn accept(socket: Arc<TcpListener>, whose: Whose, shared: Arc<Shared>) {
-    loop {
-        match socket.accept().await {
-            Ok((client, peer)) => {
-                // While this one waits, the others do so in the kernel's queue.
-                let Some(permit) = shared.connection().await else { return };
-                let peer = plain(peer.ip(), peer.port());
-                tokio::spawn(serve(client, peer, whose.clone(), Arc::clone(&shared), permit));
+impl Door {
+    async fn accept(self) {
+        loop {
+            match self.socket.accept().await {
+                Ok((client, peer)) => {
+                    // While this one waits, the others do so in the kernel's queue.
+                    let Some(permit) = self.shared.connection().await else { return };
+                    self.worker.carry(serve(
+                        client,
+                        peer,
+                        self.whose.clone(),
+                        Arc::clone(&self.shared),
+                        permit,
+                    ));
+                }
+                Err(error) => {
+                    debug!("no connection is accepted: {error}");
+                    sleep(PAUSE).await;
+                }
             }
-            Err(error) => {
-                debug!("no connection is accepted: {error}");
-                sleep(PAUSE).await;
-            }
+        }
+    }
+
+    /// Accepts what waits in the kernel's queue: it has been let in, and would be reset when the socket closes.
+    fn empty(&self) {
+        let Ok(socket) = self.socket.as_fd().try_clone_to_owned() else { return };
+        let socket = std::net::TcpListener::from(socket);
+        while let Ok((client, peer)) = socket.accept()
+            && client.set_nonblocking(true).is_ok()
+            && let Some(permit) = self.shared.room()
+        {
+            let (whose, shared) = (self.whose.clone(), Arc::clone(&self.shared));
+            self.worker.carry(async move {
+                match TcpStream::from_std(client) {
+                    Ok(client) => serve(client, peer, whose, shared, permit).await,
+                    Err(error) => warn!("a connection cannot be waited for: {error}"),
+                }
+            });
         }
     }
 }
@@ -155,6 +212,7 @@ async fn serve(
     shared: Arc<Shared>,
     permit: OwnedSemaphorePermit,
 ) {
+    let peer = plain(peer.ip(), peer.port());
     let found = match &whose {
         Whose::Frontends(frontends) => original(&client, peer.is_ipv4())
             .and_then(|frontend| frontends.find(frontend).map(|(entrance, port)| (frontend, entrance, port))),

@@ -51,7 +51,7 @@ fn rig(endpoints: &[SocketAddr]) -> Rig {
     let shared = shared();
     let port = port(&shared, Protocol::Tcp, plan(endpoints));
     let at = "127.0.0.1:0".parse().unwrap();
-    let listener = Listener::open(at, Whose::NodePort(Arc::clone(&port)), Arc::clone(&shared)).unwrap();
+    let listener = Listener::open(at, &Whose::NodePort(Arc::clone(&port)), &shared).unwrap();
     Rig { shared, port, listener }
 }
 
@@ -189,14 +189,47 @@ async fn lnp_5_a_closed_listener_refuses_and_connections_go_on_until_the_drain_e
 }
 
 #[tokio::test]
+async fn lnp_5_whoever_waits_in_the_queue_when_a_listener_is_closed_is_served() {
+    let rig = rig(&[endpoint().await.0]);
+    // Nothing is accepted any more, on any thread.
+    for (_, task) in &rig.listener.doors {
+        task.abort();
+        while !task.is_finished() {
+            tokio::task::yield_now().await;
+        }
+    }
+    let mut waiting = Vec::new();
+    for _ in 0..20 {
+        waiting.push(TcpStream::connect(rig.listener.address).await.unwrap());
+    }
+    assert_eq!(rig.shared.open(), 0);
+    drop(rig.listener);
+    for stream in &mut waiting {
+        assert!(stream.read_u16().await.is_ok());
+    }
+}
+
+#[tokio::test]
+async fn each_thread_listens_at_the_same_port_and_one_alone_shares_it_with_nobody() {
+    let rig = rig(&[endpoint().await.0]);
+    let address = rig.listener.address;
+    let queues = rig.listener.doors.iter().map(|(door, _)| door.socket.local_addr().unwrap());
+    assert_eq!(queues.collect::<Vec<_>>(), [address, address]);
+    assert!(socket(address, false).is_err());
+    let alone = socket("127.0.0.1:0".parse().unwrap(), false).unwrap().listen(1).unwrap();
+    assert!(socket(alone.local_addr().unwrap(), true).is_err());
+}
+
+#[tokio::test]
 async fn more_connections_than_the_limit_wait_and_are_served() {
     let shared = Arc::new(Shared::new(
         super::super::counters::Counters::default(),
         super::super::shared::Limits { connections: 2, flows: 2 },
+        2,
     ));
     let port = port(&shared, Protocol::Tcp, plan(&[endpoint().await.0]));
     let at = "127.0.0.1:0".parse().unwrap();
-    let listener = Listener::open(at, Whose::NodePort(Arc::clone(&port)), Arc::clone(&shared)).unwrap();
+    let listener = Listener::open(at, &Whose::NodePort(Arc::clone(&port)), &shared).unwrap();
     let rig = Rig { shared, port, listener };
     let (first, second) = (rig.connect().await.unwrap(), rig.connect().await.unwrap());
     assert!(timeout(Duration::from_millis(200), rig.ask()).await.is_err(), "it waits");

@@ -13,7 +13,7 @@ use crate::model::{Model, ObjectName, Protocol};
 use crate::plan::{Backend, Plan, PortId, PortPlan, Target};
 
 pub(super) fn shared() -> Arc<Shared> {
-    Arc::new(Shared::new(Counters::default(), Limits { connections: 100, flows: 100 }))
+    Arc::new(Shared::new(Counters::default(), Limits { connections: 100, flows: 100 }, 2))
 }
 
 pub(super) fn plan(endpoints: &[SocketAddr]) -> PortPlan {

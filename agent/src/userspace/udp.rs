@@ -61,12 +61,15 @@ impl Listener {
         let socket = std::net::UdpSocket::bind((address, 0))?;
         socket.set_nonblocking(true)?;
         let _ = setsockopt(&socket, sockopt::RcvBuf, &WAITING);
+        let workers = shared.workers()?;
+        let worker = workers.in_turn();
+        let _inside = worker.enter();
         let socket = Arc::new(UdpSocket::from_std(socket)?);
         let address = socket.local_addr()?;
         let (ended, endings) = mpsc::unbounded_channel();
         let flows =
             Flows { socket, address, port, entrance, shared, by_client: HashMap::new(), ended, begun: 0 };
-        Ok(Self { address, task: tokio::spawn(flows.run(endings)) })
+        Ok(Self { address, task: worker.spawn(flows.run(endings)) })
     }
 }
 

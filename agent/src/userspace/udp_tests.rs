@@ -106,6 +106,7 @@ async fn silent_flows_end_and_the_limit_holds() {
     let shared = Arc::new(Shared::new(
         super::super::counters::Counters::default(),
         super::super::shared::Limits { connections: 1, flows: 2 },
+        2,
     ));
     let (a, _task) = endpoint().await;
     let (listener, port) = listen(&shared, &[a]);

@@ -13,6 +13,7 @@ use pointsman_agent::sync::Dataplane as _;
 use pointsman_agent::sync::node::Dataplane;
 use pointsman_agent::sysctl::{Machine, Sysctls};
 use pointsman_agent::userspace::counters::Counters;
+use pointsman_agent::userspace::workers::THREADS;
 use pointsman_agent::{iptables, ipvs, nftables, userspace};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_configuration::Drift;
@@ -89,7 +90,7 @@ impl Way {
             }
             Self::Userspace => {
                 lab.enter(NODE);
-                let opened = block_on(userspace::Dataplane::open(&FAMILIES, Counters::default()));
+                let opened = block_on(userspace::Dataplane::open(&FAMILIES, Counters::default(), THREADS));
                 Dataplane::Userspace(opened.unwrap())
             }
         }
