@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Service;
 use kube::Api;
 use pointsman_e2e::addons::{install_pointsman, wait_available};
 use pointsman_e2e::checks::Workload;
-use pointsman_e2e::cluster::Cluster;
+use pointsman_e2e::cluster::{Cluster, NodeHandle};
 use pointsman_e2e::images::TEST_SERVER_IMAGE;
 use pointsman_e2e::node::Node;
 use pointsman_e2e::pointsman::{all_ready, eventually, node_state};
@@ -26,20 +26,22 @@ async fn the_checks_are_fair_to_kube_proxy() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pointsman_serves_on_another_kernel_in_another_mode() {
+async fn pointsman_serves_in_mode_ipvs_beside_a_node_in_another() {
     on_cluster("test-ipvs", Proxy::None, async |cluster| {
         install_pointsman(cluster, &[]).await?;
         all_ready(cluster, PATIENCE).await?;
         cluster.apply(&layer()).await?;
         let node = machine(cluster)?;
-        eventually(PATIENCE, "the virtual machine in mode iptables, its neighbour in another", async || {
+        eventually(PATIENCE, "the virtual machine in mode ipvs, its neighbour in another", async || {
             let (there, here) =
                 (node_state(cluster, node.name()).await?, node_state(cluster, "node1").await?);
-            ensure!(there.is_ready_with_assigned() && there.mode == "iptables", "{there:?}");
+            ensure!(there.is_ready_with_assigned() && there.mode == "ipvs", "{there:?}");
+            ensure!(there.has("Compatible=True/ModeSupported"), "{there:?}");
             ensure!(here.is_ready_with_assigned() && here.mode == "nftables", "{here:?}");
             Ok(())
         })
         .await?;
+        check_settings(cluster.node(node.name())?).await?;
         check_all(cluster).await
     })
     .await
@@ -65,10 +67,28 @@ fn layer() -> String {
         "apiVersion": "pointsman.dev/v1alpha1", "kind": "ProxyConfiguration", "metadata": {"name": "ipvs"},
         "spec": {
             "nodeSelector": {"matchLabels": {"pointsman.dev/kernel": "ipvs"}},
-            "priority": 10, "proxy": {"mode": "iptables"},
+            "priority": 10,
+            "proxy": {
+                "mode": "ipvs",
+                "ipvs": {
+                    "scheduler": "wrr", "strictARP": true, "excludeCIDRs": ["203.0.113.0/24"],
+                    "tcpTimeoutSeconds": 901, "tcpFinTimeoutSeconds": 31, "udpTimeoutSeconds": 61,
+                },
+            },
         },
     })
     .to_string()
+}
+
+/// What the configuration says is in the kernel.
+async fn check_settings(node: NodeHandle<'_>) -> Result<()> {
+    let servers = node.exec(&["cat", "/proc/net/ip_vs"]).await?;
+    let mut kept = servers.lines().filter(|line| line.starts_with("TCP")).peekable();
+    ensure!(kept.peek().is_some() && kept.all(|line| line.contains(" wrr")), "{servers}");
+    let arp = ["arp_ignore", "arp_announce"].map(|name| format!("/proc/sys/net/ipv4/conf/all/{name}"));
+    let arp = node.exec(&["cat", &arp[0], &arp[1]]).await?;
+    ensure!(arp.split_whitespace().eq(["1", "2"]), "{arp}");
+    Ok(())
 }
 
 fn machine(cluster: &Cluster) -> Result<Node> {
