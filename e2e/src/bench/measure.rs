@@ -92,13 +92,13 @@ impl<'a> Run<'a> {
     }
 
     async fn measure_running(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
-        self.cold_start(lab, program, rows)?;
+        self.cold_start(program, rows)?;
         settle(program).await?;
         rows.time("CPU of the cold start", program.meter().cpu()?);
         self.setup.verify(lab, self.kind).await?;
         self.latency(rows)?;
         self.endpoint_changes(program, rows).await?;
-        self.added_services(lab, program, rows).await?;
+        self.added_services(program, rows).await?;
         self.series(program, rows).await?;
         settle(program).await?;
         let cpu = program.meter().cpu()?;
@@ -116,13 +116,13 @@ impl<'a> Run<'a> {
     }
 
     /// From nothing to answers from the last Service and from fifty spread over all.
-    fn cold_start(&self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
+    fn cold_start(&self, program: &Program, rows: &mut Measured) -> Result<()> {
         let count = self.size.services();
         let last = self.size.service(count - 1).frontend();
         let spread = (0..50).map(|nth| self.size.service(nth * count / 50).frontend());
         let all: Vec<SocketAddr> = std::iter::once(last).chain(spread).collect();
         let programmed = block_in_place(|| {
-            until_all_answer(&all, look_for_new(lab), program.started, || program.check(PATIENCE))
+            until_all_answer(&all, Look::new(self.setup.mode), program.started, || program.check(PATIENCE))
         })?;
         rows.time("cold start", programmed);
         rows.time("of it after all lists", programmed.saturating_sub(program.listed()?));
@@ -183,8 +183,8 @@ impl<'a> Run<'a> {
 
     async fn toggle_and_see(&mut self, one: Numbered) -> Result<Duration> {
         let (to, wanted, since) = (one.frontend(), self.next(one), Instant::now());
-        let looking =
-            spawn_blocking(move || until_answered_by(to, wanted, Look::KNOWN, since, CHANGE_PATIENCE));
+        let look = Look::known(self.setup.mode);
+        let looking = spawn_blocking(move || until_answered_by(to, wanted, look, since, CHANGE_PATIENCE));
         self.toggle(one).await?;
         let seen: Seen = looking.await??;
         self.failed += seen.failed;
@@ -204,10 +204,10 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    async fn added_services(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
+    async fn added_services(&mut self, program: &Program, rows: &mut Measured) -> Result<()> {
         let cpu = program.meter().cpu()?;
         let mut times = Vec::new();
-        let look = look_for_new(lab);
+        let look = Look::new(self.setup.mode);
         for number in 0..self.effort.added {
             let endpoint = self.size.service(0).new_endpoint();
             self.writer.add_slice(number, endpoint).await?;
@@ -251,8 +251,8 @@ impl<'a> Run<'a> {
         sleep(Duration::from_secs(1)).await;
         let name = format!("{}-{}-warm", self.kind, self.size.key());
         let program = self.setup.start(lab, self.kind, &name, state)?;
-        let (to, since) = (one.frontend(), program.started);
-        let looking = spawn_blocking(move || until_answered_by(to, wanted, Look::KNOWN, since, PATIENCE));
+        let (to, since, look) = (one.frontend(), program.started, Look::known(self.setup.mode));
+        let looking = spawn_blocking(move || until_answered_by(to, wanted, look, since, PATIENCE));
         let seen = looking.await?.or_else(|error| program.check(Duration::ZERO).and(Err(error)))?;
         self.failed += seen.failed;
         rows.time("restart with rules in place", seen.after);
@@ -269,10 +269,6 @@ impl<'a> Run<'a> {
         ensure!(self.replaced.is_empty(), "every endpoint is back");
         Ok(())
     }
-}
-
-fn look_for_new(lab: &Lab) -> Look {
-    if lab.processor().is_some() { Look::NEW_IN_MACHINE } else { Look::NEW }
 }
 
 fn count(number: usize) -> u32 {

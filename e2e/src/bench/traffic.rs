@@ -15,9 +15,8 @@ use nix::sys::socket::{setsockopt, sockopt::Linger};
 
 use super::lab::Lab;
 use super::objects::ENDPOINT_PORT;
+use super::program::Mode;
 
-/// Time between two looks for a change.
-const PAUSE: Duration = Duration::from_millis(1);
 /// Between two looks at a program that is starting.
 const CHECK: Duration = Duration::from_millis(200);
 
@@ -28,16 +27,31 @@ pub struct Look {
     connections: usize,
     /// How long one may take to be made.
     patience: Duration,
+    /// From the end of a look to the next.
+    pause: Duration,
 }
 
 impl Look {
-    /// A third of the connections go to each of three endpoints, and all are answered.
-    pub const KNOWN: Self = Self { connections: 4, patience: Duration::from_secs(3) };
-    /// Until it is programmed, packets may be refused, rejected or dropped. A dropped one is tried again soon: the
-    /// kernel would wait for a second.
-    pub const NEW: Self = Self { connections: 1, patience: Duration::from_millis(2) };
-    /// The same in user-mode-linux, where a connection may take longer than that; nothing in mode ipvs drops packets.
-    pub const NEW_IN_MACHINE: Self = Self { connections: 1, patience: Duration::from_millis(500) };
+    /// For a change of what is served. A third of the connections go to each of three endpoints, and all are answered.
+    #[must_use]
+    pub fn known(mode: Mode) -> Self {
+        Self { connections: 4, patience: Duration::from_secs(3), pause: pause_of(mode) }
+    }
+
+    /// For what is not served yet. Until it is programmed, packets may be refused, rejected or dropped. A dropped one is tried again
+    /// soon: the kernel would wait for a second. In user-mode-linux a connection may take longer than that; nothing in mode ipvs
+    /// drops packets.
+    #[must_use]
+    pub fn new(mode: Mode) -> Self {
+        let patience = Duration::from_millis(if mode == Mode::Ipvs { 500 } else { 2 });
+        Self { connections: 1, patience, pause: pause_of(mode) }
+    }
+}
+
+/// The pause between two looks. user-mode-linux has one processor, and a connection in it takes a good part of a millisecond: who
+/// looks more often takes the processor away from what is measured.
+fn pause_of(mode: Mode) -> Duration {
+    Duration::from_millis(if mode == Mode::Ipvs { 20 } else { 1 })
 }
 
 /// Starts the server on all endpoints.
@@ -104,7 +118,7 @@ pub fn until_answered_by(
             }
         }
         ensure!(since.elapsed() < patience, "{wanted} does not answer at {to} after {patience:?}");
-        pause();
+        pause(look.pause);
     }
 }
 
@@ -122,15 +136,15 @@ pub fn until_all_answer(
                 go_on().with_context(|| format!("{to} is not answered after {:?}", since.elapsed()))?;
                 checked = Instant::now();
             }
-            pause();
+            pause(look.pause);
         }
     }
     Ok(since.elapsed())
 }
 
 #[expect(clippy::disallowed_methods, reason = "on threads that may block")]
-fn pause() {
-    thread::sleep(PAUSE);
+fn pause(time: Duration) {
+    thread::sleep(time);
 }
 
 /// The time of a connect to each of `targets`, in order: one packet there and one back, on a flow that is new.
