@@ -35,5 +35,7 @@ pub const ANNOTATION_CONFIG_HASH: &str = "pointsman.dev/config-hash";
 pub const ANNOTATION_SOURCES: &str = "pointsman.dev/sources";
 /// Annotation on a node ConfigMap: an emergency edit by hand, with its reason. The agent obeys it.
 pub const ANNOTATION_BREAK_GLASS: &str = "pointsman.dev/break-glass";
+/// Annotation on an EndpointSlice: the weight of each of its endpoints, 1 to 65535, where a mode can weigh.
+pub const ANNOTATION_WEIGHT: &str = "pointsman.dev/weight";
 /// Annotation on the base ProxyConfiguration that permits its deletion.
 pub const ANNOTATION_ALLOW_DELETE: &str = "pointsman.dev/allow-delete";

@@ -139,7 +139,12 @@ mod tests {
     #[test]
     fn syn_18_names_are_those_of_kube_proxy() {
         let id = PortId::new(ObjectName::new("ns1", "svc1"), IpFamily::IPv4, "p80".into(), Protocol::Tcp);
-        let backend = Backend { address: IpAddr::from([10, 180, 0, 1]), port: 80, local: true };
+        let backend = Backend {
+            address: IpAddr::from([10, 180, 0, 1]),
+            port: 80,
+            local: true,
+            weight: std::num::NonZeroU16::MIN,
+        };
         assert_eq!(ChainName::of_port(PortChain::Cluster, &id).as_str(), "KUBE-SVC-XPGD46QRK7WJZT7O");
         assert_eq!(ChainName::of_port(PortChain::External, &id).as_str(), "KUBE-EXT-XPGD46QRK7WJZT7O");
         assert_eq!(ChainName::of_endpoint(&id, &backend).as_str(), "KUBE-SEP-SXIVWICOYRO3J4NJ");

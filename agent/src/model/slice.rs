@@ -4,10 +4,12 @@
 //! serves (headless, FQDN, without a Service). Reference §1.7.
 
 use std::net::IpAddr;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use k8s_openapi::api::discovery::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use pointsman_crds::names::ANNOTATION_WEIGHT;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::Pool;
@@ -16,6 +18,8 @@ use super::service::{Protocol, port_number};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const HEADLESS_LABEL: &str = "service.kubernetes.io/headless";
+/// Where nothing else is said.
+const EQUAL_WEIGHT: NonZeroU16 = NonZeroU16::MIN;
 const TRIGGER_TIME_ANNOTATION: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 
 /// One port that all endpoints of a slice have.
@@ -55,6 +59,8 @@ pub struct Endpoint {
     pub serving: bool,
     /// Is about to end. Not set counts as false.
     pub terminating: bool,
+    /// Its share of new connections beside that of others, where a mode can weigh. That of its slice.
+    pub weight: NonZeroU16,
     /// The node it runs on.
     pub node: Option<Arc<str>>,
     /// For whom it is meant.
@@ -99,14 +105,29 @@ impl Slice {
         };
         let ports = object.ports.as_deref().unwrap_or_default();
         let ports = ports.iter().filter_map(|port| read_port(port, strings, faults)).collect();
+        let weight = read_weight(object, faults);
         let mut endpoints = Vec::with_capacity(object.endpoints.len());
         for endpoint in &object.endpoints {
             if let Some(endpoint) = read_endpoint(endpoint, family, strings, hints, faults) {
-                endpoints.push(endpoint);
+                endpoints.push(Endpoint { weight, ..endpoint });
             }
         }
         Some((owner.as_str().into(), Self { family, ports, endpoints: endpoints.into() }))
     }
+}
+
+/// What the annotation says; 1 without it, so that all weigh the same. 0 is refused: an endpoint that is to get no connections is
+/// not ready, which every mode follows.
+fn read_weight(object: &v1::EndpointSlice, faults: &mut Vec<String>) -> NonZeroU16 {
+    let text = object.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION_WEIGHT));
+    let Some(text) = text else { return EQUAL_WEIGHT };
+    text.parse().unwrap_or_else(|_| {
+        faults.push(format!(
+            "annotation {ANNOTATION_WEIGHT} is {text:?}, not a number from 1 to {}; its endpoints get the weight {EQUAL_WEIGHT}",
+            u16::MAX
+        ));
+        EQUAL_WEIGHT
+    })
 }
 
 fn read_port(
@@ -162,6 +183,7 @@ fn read_endpoint(
         ready,
         serving: conditions.serving.unwrap_or(true),
         terminating: conditions.terminating.unwrap_or(false),
+        weight: EQUAL_WEIGHT,
         node: endpoint.node_name.as_deref().map(|name| strings.share(name)),
         hints: hints.map(|hints| pool.share(&hints)),
     })

@@ -115,6 +115,35 @@ fn trk_what_makes_no_sense_is_skipped_and_the_rest_served() {
     assert_eq!(model.slices(&name).count(), 1);
 }
 
+#[test]
+fn a_slice_gives_its_endpoints_a_weight() {
+    let owner = json!({"kubernetes.io/service-name": "s"});
+    let mut object = json!({
+        "metadata": {"namespace": "ns", "name": "s-1", "labels": owner}, "addressType": "IPv4",
+        "ports": [{"name": "p", "port": 80}], "endpoints": [{"addresses": ["10.244.0.1"]}],
+    });
+    let name = ObjectName::new("ns", "s");
+    for (text, weight, faults) in [
+        (None, 1, 0),
+        (Some("5"), 5, 0),
+        (Some("65535"), 65_535, 0),
+        (Some("0"), 1, 1),
+        (Some("65536"), 1, 1),
+        (Some("-1"), 1, 1),
+        (Some("many"), 1, 1),
+        (Some(""), 1, 1),
+    ] {
+        object["metadata"]["annotations"] =
+            text.map_or(json!({}), |text| json!({"pointsman.dev/weight": text}));
+        let mut model = Model::new();
+        let slice = serde_json::from_value(object.clone()).unwrap();
+        let dirty = model.apply(Change::SliceApplied(Box::new(slice)));
+        assert_eq!(dirty.skipped.len(), faults, "{text:?}: {:?}", reasons(&dirty));
+        let read = model.slices(&name).next().unwrap();
+        assert_eq!(read.endpoints[0].weight.get(), weight, "{text:?}");
+    }
+}
+
 // ids: CIP-17 TRK-8
 #[test]
 fn cip_17_a_slice_that_becomes_headless_or_changes_hands_is_followed() {

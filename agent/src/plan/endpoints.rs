@@ -56,6 +56,7 @@ pub(super) fn categorise(
                 address: *address,
                 port: *port,
                 local: is_local(endpoint),
+                weight: endpoint.weight,
             })
             .collect()
     };

@@ -3,6 +3,7 @@
 //! In: a Service, its endpoints, the node. Out: [`PortPlan`].
 
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU16;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -71,6 +72,8 @@ pub struct Backend {
     pub port: u16,
     /// Whether it is on this node.
     pub local: bool,
+    /// Its share of new connections beside that of others, where a mode can weigh.
+    pub weight: NonZeroU16,
 }
 
 /// Where packets of one kind go.

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use k8s_openapi::api::{core, discovery};
 use pointsman_crds::NodeProxyConfiguration;
+use pointsman_crds::names::ANNOTATION_WEIGHT;
 use pointsman_crds::node_config::NodeDetectLocal;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -290,11 +291,14 @@ fn slice(number: u64, dice: &mut Dice) -> discovery::v1::EndpointSlice {
             ]
         })
         .collect();
+    let annotations =
+        if dice.chance(20) { json!({ANNOTATION_WEIGHT: (1 + dice.roll(3)).to_string()}) } else { json!({}) };
     serde_json::from_value(json!({
         "metadata": {
             "namespace": "ns",
             "name": format!("s{number}-{}-{}", if v6 { "6" } else { "4" }, dice.roll(2)),
             "labels": {"kubernetes.io/service-name": format!("s{number}")},
+            "annotations": annotations,
         },
         "addressType": if v6 { "IPv6" } else { "IPv4" },
         "ports": ports,

@@ -104,6 +104,8 @@ fn changes_that_change_nothing_are_none() {
         world.annotated_slice("web", &eps(&[103, 2]), &annotated).is_empty(),
         "nor what people write on them"
     );
+    let weight = json!({"pointsman.dev/weight": "7"});
+    assert_eq!(world.annotated_slice("web", &eps(&[103, 2]), &weight).ports.len(), 1, "but for a weight");
     assert_eq!(world.slice("web", &eps(&[103])).ports.len(), 1);
     assert_eq!((world.plan.services(), world.plan.endpoints()), (1, 1));
 }

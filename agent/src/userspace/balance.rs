@@ -3,11 +3,12 @@
 //! In: the endpoints that the plan allows, those that were tried already, and how earlier attempts went. Out: one endpoint, or none if
 //! all were tried. Pure: time is handed in.
 //!
-//! An endpoint's weight is its [`Health::share`]: a tenth for one that has just come back, otherwise the same for all. Endpoints that
-//! rest are passed over while there are others; if all rest, resting is no better than trying.
+//! An endpoint has the weight that the plan gives it, times its [`Health::share`]: a tenth for one that has just come back. Endpoints
+//! that rest are passed over while there are others; if all rest, resting is no better than trying.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use pointsman_crds::settings::UserspaceScheduler;
@@ -21,9 +22,11 @@ pub struct Balancer {
     endpoints: BTreeMap<SocketAddr, Endpoint>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Endpoint {
     health: Health,
+    /// As the plan says.
+    weight: NonZeroU16,
     /// Connections that are open.
     open: u32,
     /// What round robin owes it.
@@ -34,10 +37,12 @@ struct Endpoint {
 
 impl Balancer {
     /// Takes over the endpoints of a plan. What is known of those that stay is kept.
-    pub fn set(&mut self, endpoints: impl IntoIterator<Item = SocketAddr>) {
+    pub fn set(&mut self, endpoints: impl IntoIterator<Item = (SocketAddr, NonZeroU16)>) {
         self.endpoints.values_mut().for_each(|endpoint| endpoint.gone = true);
-        for address in endpoints {
-            self.endpoints.entry(address).or_default().gone = false;
+        for (address, weight) in endpoints {
+            let endpoint = self.endpoints.entry(address).or_insert_with(|| Endpoint::new(weight));
+            endpoint.weight = weight;
+            endpoint.gone = false;
         }
         self.endpoints.retain(|_, endpoint| !endpoint.gone || endpoint.open > 0);
     }
@@ -82,7 +87,7 @@ impl Balancer {
         let (mut total, mut best) = (0, None::<(i64, SocketAddr)>);
         for address in fit {
             let Some(endpoint) = self.endpoints.get_mut(address) else { continue };
-            let weight = i64::from(endpoint.health.share());
+            let weight = i64::from(endpoint.share());
             total += weight;
             endpoint.credit += weight;
             if best.is_none_or(|(credit, _)| endpoint.credit > credit) {
@@ -137,9 +142,18 @@ impl Balancer {
 }
 
 impl Endpoint {
-    /// Connections for its weight, in small units.
+    fn new(weight: NonZeroU16) -> Self {
+        Self { health: Health::default(), weight, open: 0, credit: 0, gone: false }
+    }
+
+    /// What it gets of new connections.
+    fn share(&self) -> u32 {
+        u32::from(self.weight.get()) * self.health.share()
+    }
+
+    /// Connections for its share, in small units.
     fn load(&self) -> u64 {
-        u64::from(self.open) * 1000 / u64::from(self.health.share())
+        (u64::from(self.open) << 32) / u64::from(self.share())
     }
 }
 
@@ -159,7 +173,7 @@ mod tests {
 
     fn balancer(addresses: &[SocketAddr]) -> Balancer {
         let mut balancer = Balancer::default();
-        balancer.set(addresses.iter().copied());
+        balancer.set(addresses.iter().map(|address| (*address, NonZeroU16::MIN)));
         balancer
     }
 
@@ -219,10 +233,33 @@ mod tests {
         let all = addresses(2);
         let mut balancer = balancer(&all);
         balancer.opened(all[0]);
-        balancer.set([all[1]]);
+        balancer.set([(all[1], NonZeroU16::MIN)]);
         assert_eq!(balancer.endpoints.len(), 2);
         balancer.closed(all[0]);
         assert_eq!(balancer.endpoints.len(), 1);
+    }
+
+    #[test]
+    fn weights_decide_how_many_connections_an_endpoint_gets() {
+        let (all, now) = (addresses(2), Instant::now());
+        let weights = |first, second| {
+            let weights = [first, second].map(|weight| NonZeroU16::new(weight).unwrap());
+            all.iter().copied().zip(weights)
+        };
+        let mut balancer = Balancer::default();
+        balancer.set(weights(3, 1));
+        let counts = count(&mut balancer, &all, 40, now);
+        assert_eq!((counts[&all[0]], counts[&all[1]]), (30, 10));
+        let mut open = BTreeMap::<_, usize>::new();
+        for _ in 0..40 {
+            let chosen = balancer.choose(Lc, &all, &[], now).unwrap();
+            balancer.opened(chosen);
+            *open.entry(chosen).or_default() += 1;
+        }
+        assert_eq!((open[&all[0]], open[&all[1]]), (30, 10));
+        balancer.set(weights(65_535, 65_535));
+        let counts = count(&mut balancer, &all, 40, now);
+        assert_eq!(counts[&all[0]], 20, "a weight that changes counts from then on");
     }
 
     proptest! {

@@ -4,6 +4,7 @@
 //! endpoints are allowed is what [`PortPlan::route`] says.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -115,7 +116,7 @@ impl ServicePort {
     #[must_use]
     pub fn new(id: PortId, plan: Arc<PortPlan>, setting: Arc<Setting>, counters: PortCounters) -> Self {
         let mut balancer = Balancer::default();
-        balancer.set(addresses(plan.backends()));
+        balancer.set(weighted(plan.backends()));
         let state = State { plan, setting, balancer, affinity: Affinity::default() };
         Self { id, counters, state: Mutex::new(state) }
     }
@@ -127,7 +128,7 @@ impl ServicePort {
     /// Follows the plan.
     pub fn update(&self, plan: Arc<PortPlan>, setting: Arc<Setting>) {
         let mut state = self.state();
-        state.balancer.set(addresses(plan.backends()));
+        state.balancer.set(weighted(plan.backends()));
         self.count_resting(&state, Instant::now());
         if plan.affinity.is_none() {
             state.affinity.clear();
@@ -220,8 +221,10 @@ impl ServicePort {
     }
 }
 
-fn addresses<'a>(backends: impl Iterator<Item = &'a Backend>) -> impl Iterator<Item = SocketAddr> {
-    backends.map(socket)
+fn weighted<'a>(
+    backends: impl Iterator<Item = &'a Backend>,
+) -> impl Iterator<Item = (SocketAddr, NonZeroU16)> {
+    backends.map(|backend| (socket(backend), backend.weight))
 }
 
 fn socket(backend: &Backend) -> SocketAddr {

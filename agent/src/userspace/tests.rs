@@ -1,6 +1,7 @@
 //! What the tests of the data path share: Service ports with endpoints on loopback.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -17,7 +18,8 @@ pub(super) fn shared() -> Arc<Shared> {
 }
 
 pub(super) fn plan(endpoints: &[SocketAddr]) -> PortPlan {
-    let backend = |at: &SocketAddr| Backend { address: at.ip(), port: at.port(), local: true };
+    let backend =
+        |at: &SocketAddr| Backend { address: at.ip(), port: at.port(), local: true, weight: NonZeroU16::MIN };
     let mut cluster: Vec<Backend> = endpoints.iter().map(backend).collect();
     cluster.sort_unstable();
     PortPlan {

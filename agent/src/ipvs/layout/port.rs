@@ -117,8 +117,10 @@ impl Painter<'_> {
         if self.site.excludes(address) {
             return false;
         }
-        let reals =
-            backends.iter().map(|backend| (SocketAddr::new(backend.address, backend.port), 1)).collect();
+        let real = |backend: &Backend| {
+            (SocketAddr::new(backend.address, backend.port), u32::from(backend.weight.get()))
+        };
+        let reals = backends.iter().map(real).collect();
         let server = Server { settings: self.site.settings(self.port.affinity), reals };
         self.piece.servers.insert(Key::new(self.id.protocol, address, number), server);
         self.member(set, frontend(address, self.id.protocol, number));

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use pointsman_crds::names::ANNOTATION_WEIGHT;
 use pointsman_crds::proxy_node_status::IpFamily;
 use proptest::prelude::*;
 
@@ -289,4 +290,25 @@ fn what_is_excluded_gets_no_server_no_route_and_no_rule() {
     let servers: Vec<String> =
         world.installed[&IpFamily::IPv4].1.servers.keys().map(ToString::to_string).collect();
     assert_eq!(servers, ["203.0.113.9:80/tcp"]);
+}
+
+#[test]
+fn real_servers_have_the_weights_of_their_slices() {
+    let mut world = World::begin(start());
+    let spec = serde_json::json!({"clusterIPs": ["10.96.0.9"], "ports": [{"name": "p", "port": 80}]});
+    let backends = serde_json::json!([{"addresses": ["10.244.0.5"]}, {"addresses": ["10.244.1.5"]}]);
+    world.cluster.apply(service_applied("web", &spec));
+    for (annotation, weight) in [(None, 1), (Some("5"), 5), (Some("9"), 9), (None, 1)] {
+        let mut change = slice_applied("web", &backends);
+        if let Change::SliceApplied(slice) = &mut change {
+            let text = annotation.map(str::to_owned);
+            slice.metadata.annotations = text.map(|text| [(ANNOTATION_WEIGHT.to_owned(), text)].into());
+        }
+        world.cluster.apply(change);
+        world.sync();
+        world.check();
+        let servers = world.installed[&IpFamily::IPv4].1.servers.values();
+        let weights: Vec<u32> = servers.flat_map(|server| server.reals.values().copied()).collect();
+        assert_eq!(weights, [weight, weight]);
+    }
 }
