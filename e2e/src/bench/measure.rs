@@ -26,6 +26,8 @@ const PATIENCE: Duration = Duration::from_mins(30);
 const CHANGE_PATIENCE: Duration = Duration::from_mins(3);
 /// How long a program is waited for to rest.
 const REST: Duration = Duration::from_secs(45);
+/// The same after its start: kube-proxy in mode ipvs serves before it has written its ipsets, with a process for each member.
+const FIRST_REST: Duration = Duration::from_mins(15);
 /// Between the changes of a series that is to be collected.
 const SERIES_PACE: Duration = Duration::from_millis(50);
 
@@ -93,14 +95,14 @@ impl<'a> Run<'a> {
 
     async fn measure_running(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
         self.cold_start(program, rows)?;
-        settle(program).await?;
+        settle(program, FIRST_REST).await?;
         rows.time("CPU of the cold start", program.meter().cpu()?);
         self.setup.verify(lab, self.kind).await?;
         self.latency(rows)?;
         self.endpoint_changes(program, rows).await?;
         self.added_services(program, rows).await?;
         self.series(program, rows).await?;
-        settle(program).await?;
+        settle(program, REST).await?;
         let cpu = program.meter().cpu()?;
         let idle = self.effort.idle;
         sleep(idle).await;
@@ -226,7 +228,7 @@ impl<'a> Run<'a> {
         for number in 0..self.effort.added {
             self.writer.remove(number).await?;
         }
-        settle(program).await
+        settle(program, REST).await
     }
 
     /// A hundred changes, twenty a second: what is collected into one write, and what it costs.
@@ -239,7 +241,7 @@ impl<'a> Run<'a> {
             sleep(SERIES_PACE).await;
         }
         rows.time("last of 100 changes in 5 s", self.toggle_and_see(*last).await?);
-        settle(program).await?;
+        settle(program, REST).await?;
         rows.time("CPU of 100 changes in 5 s", program.meter().since(cpu)?);
         Ok(())
     }
@@ -256,7 +258,7 @@ impl<'a> Run<'a> {
         let seen = looking.await?.or_else(|error| program.check(Duration::ZERO).and(Err(error)))?;
         self.failed += seen.failed;
         rows.time("restart with rules in place", seen.after);
-        settle(&program).await?;
+        settle(&program, FIRST_REST).await?;
         rows.time("CPU of that restart", program.meter().cpu()?);
         rows.add(
             "peak memory of that restart, with children and kernel",
@@ -277,9 +279,9 @@ fn count(number: usize) -> u32 {
 
 /// Waits until a program has nothing to do: three seconds with less than a twentieth of a processor. Not for ever: kube-proxy in
 /// mode ipvs looks at all it has made every 30 seconds, and may take longer for that.
-async fn settle(program: &Program) -> Result<()> {
+async fn settle(program: &Program, patience: Duration) -> Result<()> {
     let (mut quiet, start) = (0, Instant::now());
-    while quiet < 3 && start.elapsed() < REST {
+    while quiet < 3 && start.elapsed() < patience {
         program.check(PATIENCE + Duration::from_hours(1))?;
         let before = program.meter().cpu()?;
         sleep(Duration::from_secs(1)).await;

@@ -42,6 +42,8 @@ const SAMPLE_SELDOM: Duration = Duration::from_secs(1);
 pub struct Meter {
     dirs: Vec<PathBuf>,
     processor: Option<SocketAddr>,
+    /// What `processor` has told when this was made.
+    before: Duration,
     /// The most that the processes had allocated at once, in bytes. The sampling task ends when this is its alone.
     allocated: Arc<AtomicU64>,
     guard: Child,
@@ -62,7 +64,8 @@ impl Meter {
         let allocated = Arc::new(AtomicU64::new(0));
         let pause = if processor.is_some() { SAMPLE_SELDOM } else { SAMPLE };
         sample(&dirs, Arc::clone(&allocated), pause);
-        Ok(Self { dirs, processor, allocated, guard, lifeline })
+        let before = processor.map_or(Ok(Duration::ZERO), told)?;
+        Ok(Self { dirs, processor, before, allocated, guard, lifeline })
     }
 
     /// The files to write a process number to.
@@ -71,13 +74,10 @@ impl Meter {
         self.dirs.iter().map(|dir| dir.join("cgroup.procs")).collect()
     }
 
-    /// Processor time so far, of all processes that are or were in it.
+    /// Processor time so far, of all processes that are or were in it; where it is asked for, of everything since this was made.
     pub fn cpu(&self) -> Result<Duration> {
         if let Some(processor) = self.processor {
-            let mut text = String::new();
-            let asked = TcpStream::connect(processor).and_then(|mut told| told.read_to_string(&mut text));
-            asked.context("asking for the processor time")?;
-            return text.trim().parse().map(Duration::from_nanos).context("the processor time");
+            return Ok(told(processor)?.saturating_sub(self.before));
         }
         if let Some(text) = self.read("cpuacct.usage") {
             return text.trim().parse().map(Duration::from_nanos).context("reading cpuacct.usage");
@@ -110,6 +110,13 @@ impl Meter {
     fn read(&self, file: &str) -> Option<String> {
         read(&self.dirs, file)
     }
+}
+
+fn told(processor: SocketAddr) -> Result<Duration> {
+    let mut text = String::new();
+    let asked = TcpStream::connect(processor).and_then(|mut told| told.read_to_string(&mut text));
+    asked.context("asking for the processor time")?;
+    text.trim().parse().map(Duration::from_nanos).context("the processor time")
 }
 
 fn read(dirs: &[PathBuf], file: &str) -> Option<String> {

@@ -260,7 +260,7 @@ pub async fn configure(client: &Client, mode: Mode, flavour: Flavour, drift: Dri
 
 fn node_configuration(mode: Mode, flavour: Flavour, drift: Drift) -> Result<String> {
     let mut settings = json!({"mode": mode.word()});
-    if mode == Mode::Iptables {
+    if mode != Mode::Nftables {
         let backend = match flavour {
             Flavour::Nft => "NFT",
             Flavour::Legacy => "Legacy",
