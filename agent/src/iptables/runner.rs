@@ -20,6 +20,8 @@ use crate::kernel::{SyncError, SyncFailure};
 /// How long a restore may take, besides waiting for the lock.
 const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
 pub(crate) const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
+/// What `ipset -` prints before it reads a line.
+const PROMPT: &str = "ipset> ";
 /// Lock wait, in seconds, where no configuration says otherwise.
 pub(crate) const DEFAULT_LOCK_WAIT: u32 = 5;
 
@@ -93,10 +95,23 @@ impl<'a> Runner<'a> {
     pub(crate) async fn print(&self, table: &'static str) -> Result<String, Failure> {
         let command = self.tools.command(self.family, "-save");
         let text = self.tools.run(&command, &["-t", table], None, SAVE_TIMEOUT).await?;
-        if text.contains("is incompatible, use 'nft' tool") {
+        if is_incompatible(&text, table) {
             return Err(Failure::Incompatible { table, command });
         }
         Ok(text)
+    }
+
+    /// Several tables, by one process. The legacy flavour has no table before something is written to it.
+    pub(crate) async fn read_each<const N: usize>(
+        &self,
+        tables: [&'static str; N],
+    ) -> Result<[Saved; N], Failure> {
+        let command = self.tools.command(self.family, "-save");
+        let text = self.tools.run(&command, &[], None, SAVE_TIMEOUT).await?;
+        if let Some(table) = tables.into_iter().find(|table| is_incompatible(&text, table)) {
+            return Err(Failure::Incompatible { table, command });
+        }
+        Ok(tables.map(|table| Saved::parse(section(&text, table).to_owned())))
     }
 
     /// Changes tables.
@@ -142,12 +157,18 @@ impl<'a> Runner<'a> {
 
     /// The sets of a kind that are there, as the tool prints them.
     pub(crate) async fn print_sets<S: Kind>(&self) -> String {
-        let mut text = String::new();
-        for set in S::ALL {
-            let saved = self.tools.run("ipset", &["save", &set.name(self.family)], None, SAVE_TIMEOUT).await;
-            text += &saved.unwrap_or_default();
+        let names = self.tools.run("ipset", &["list", "-name"], None, SAVE_TIMEOUT).await.unwrap_or_default();
+        let ours = S::ALL.iter().map(|set| set.name(self.family));
+        // One process for all, which ends at the first set that is not there. Only ours: others' may be large.
+        let mut wanted = String::new();
+        for set in ours.filter(|set| names.lines().any(|name| name == set)) {
+            wanted.extend(["save ", &set, "\n"]);
         }
-        text
+        if wanted.is_empty() {
+            return wanted;
+        }
+        let saved = self.tools.run("ipset", &["-"], Some(&wanted), SAVE_TIMEOUT).await;
+        saved.unwrap_or_default().replace(PROMPT, "")
     }
 
     /// Removes the sets of a kind. One that is not there, or no tool to remove it with, is no error.
@@ -168,6 +189,37 @@ impl<'a> Runner<'a> {
     }
 }
 
+/// Whether the tool says that it cannot show a table.
+fn is_incompatible(text: &str, table: &str) -> bool {
+    text.contains(&format!("Table `{table}' is incompatible, use 'nft' tool"))
+}
+
+/// What `-save` has printed of one table.
+fn section<'a>(text: &'a str, table: &str) -> &'a str {
+    let start = format!("*{table}\n");
+    let from = if text.starts_with(&start) { Some(0) } else { text.find(&format!("\n{start}")) };
+    let section = from.map(|from| &text[from..]).unwrap_or_default();
+    section.split_once("\nCOMMIT\n").map_or(section, |(section, _)| section)
+}
+
 pub(super) fn lock(ear: &Mutex<Ear>) -> MutexGuard<'_, Ear> {
     ear.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_found_among_others() {
+        let text = "# Generated\n*mangle\n:PREROUTING ACCEPT [0:0]\nCOMMIT\n# Completed\n# Table `raw' is incompatible, use 'nft' tool.\n\
+                    *nat\n:KUBE-A - [0:0]\n-A KUBE-A -m comment --comment \"*filter\" -j RETURN\nCOMMIT\n";
+        assert_eq!(section(text, "mangle"), "\n*mangle\n:PREROUTING ACCEPT [0:0]");
+        let nat = Saved::parse(section(text, "nat").to_owned());
+        let rules: Vec<&str> = nat.rules("KUBE-A").unwrap().collect();
+        assert_eq!(rules, ["-m comment --comment \"*filter\" -j RETURN"]);
+        assert_eq!(section(text, "filter"), "");
+        assert_eq!(section("*filter\nCOMMIT\n", "filter"), "*filter");
+        assert!(is_incompatible(text, "raw") && !is_incompatible(text, "nat"));
+    }
 }

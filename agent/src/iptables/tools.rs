@@ -160,12 +160,14 @@ impl Tools {
 
     /// How much a flavour is in use: kubelet's hint chains count more than any number of rules.
     async fn score(&self) -> usize {
+        let rules = |saved: &str| saved.lines().filter(|line| line.starts_with("-A")).count();
         let mut score = 0;
         for family in [IpFamily::IPv4, IpFamily::IPv6] {
             // Without a table named, the legacy tool prints what exists and creates nothing.
             let args: &[&str] = if self.flavour == Flavour::Legacy { &[] } else { &["-t", "mangle"] };
             let saved = self.run(&self.command(family, "-save"), args, None, PROBE_TIMEOUT).await;
             let saved = saved.unwrap_or_default();
+            score += rules(&saved);
             if saved
                 .lines()
                 .any(|line| HINT_CHAINS.iter().any(|chain| line.starts_with(&format!(":{chain} "))))
@@ -173,9 +175,13 @@ impl Tools {
                 return usize::MAX;
             }
         }
+        if self.flavour == Flavour::Legacy {
+            return score;
+        }
+        score = 0;
         for family in [IpFamily::IPv4, IpFamily::IPv6] {
             let saved = self.run(&self.command(family, "-save"), &[], None, READ_TIMEOUT).await;
-            score += saved.unwrap_or_default().lines().filter(|line| line.starts_with("-A")).count();
+            score += rules(&saved.unwrap_or_default());
         }
         score
     }

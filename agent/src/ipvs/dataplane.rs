@@ -24,7 +24,6 @@ use super::drain::LOOK_EVERY;
 use super::error::Error;
 use super::layout::State;
 use super::layout::frame::{FORWARD, MASQ, POST};
-use super::layout::sets::SetChanges;
 use super::probe::{Missing, preflight};
 use super::server::{Timeouts, scheduler_name};
 use super::write::{Failure, Servers};
@@ -197,7 +196,6 @@ impl Dataplane {
         self.found.remove(&family);
         self.comparisons.remove(&family);
         let runner = Runner::new(&self.tools, &self.ear, family);
-        runner.change_sets(&SetChanges::default().before(family, true)).await?;
         let installed = self.servers.read(&runner).await?;
         let [_, nat, _] = &installed.tables;
         let mut state = State::of(plan, node, nat.marks(MASQ) | nat.marks(POST));

@@ -48,6 +48,8 @@ pub(super) struct Work {
     pub jumps: Vec<Jump>,
     /// The addresses that are to be local, no others; without them, those that come to the set of addresses or leave it.
     pub local: Option<BTreeSet<IpAddr>>,
+    /// Virtual servers that were not there when all were read.
+    pub absent: BTreeSet<Key>,
 }
 
 impl From<Delta> for Work {
@@ -129,6 +131,9 @@ pub(super) fn compare(
         lines.extend(members.iter().map(line));
     }
     for (key, wanted) in &full.servers {
+        if !installed.servers.contains_key(key) {
+            work.absent.insert(*key);
+        }
         if let Some(line) = server(key, wanted, installed.servers.get(key), drain) {
             lines.push(line);
             work.delta.servers.insert(*key, Some(wanted.clone()));

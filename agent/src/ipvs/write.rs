@@ -23,7 +23,6 @@ use super::layout::sets::{Set, SetChanges};
 use super::server::{InstalledReal, Key, Operation, RealServer, VirtualServer};
 use crate::iptables::batch::{Script, Section};
 use crate::iptables::runner::{self, Runner};
-use crate::iptables::saved::Saved;
 use crate::kernel::{SyncError, SyncFailure};
 
 /// Why a family was not written or read.
@@ -74,10 +73,7 @@ impl Servers {
     /// All of a family that there is.
     pub(super) async fn read(&mut self, runner: &Runner<'_>) -> Result<Installed, Failure> {
         let family = runner.family();
-        let mut tables = [Saved::default(), Saved::default(), Saved::default()];
-        for (saved, table) in tables.iter_mut().zip(TABLES) {
-            *saved = runner.read(table).await?;
-        }
+        let tables = runner.read_each(TABLES).await?;
         let members = runner.members::<Set>().await;
         let servers = self.client.read().await?.into_iter();
         let servers = servers.filter(|server| server.server.key.family() == family);
@@ -93,7 +89,7 @@ impl Servers {
         sources: &BTreeMap<IpFamily, IpAddr>,
     ) -> Result<usize, Failure> {
         let family = runner.family();
-        let Work { delta, stale, jumps, local } = work;
+        let Work { delta, stale, jumps, local, absent } = work;
         let sets = delta.sets;
         // Rules that are written anew must find their sets.
         let anew = local.is_some();
@@ -126,7 +122,7 @@ impl Servers {
                 None => gone.push(key),
             }
         }
-        written += self.serve(kept).await?;
+        written += self.serve(kept, &absent).await?;
         written += match local {
             Some(wanted) => set_routes(wanted, sources.clone(), family).await?,
             None => follow(&sets, sources.get(&family).copied()).await?,
@@ -136,16 +132,22 @@ impl Servers {
         Ok(written)
     }
 
-    /// Makes virtual servers what they are to be. Real servers that are not wanted leave as [`Drain`] says.
-    async fn serve(&mut self, servers: BTreeMap<Key, Server>) -> Result<usize, Error> {
+    /// Makes virtual servers what they are to be. Real servers that are not wanted leave as [`Drain`] says. Those that are absent have
+    /// none.
+    async fn serve(
+        &mut self,
+        servers: BTreeMap<Key, Server>,
+        absent: &BTreeSet<Key>,
+    ) -> Result<usize, Error> {
         if servers.is_empty() {
             return Ok(0);
         }
-        let keys: Vec<Key> = servers.keys().copied().collect();
-        let reals = self.reals(keys).await?;
+        let keys = servers.keys().copied().filter(|key| !absent.contains(key)).collect();
+        let mut reals: BTreeMap<_, _> = self.reals(keys).await?.into_iter().collect();
         let now = Instant::now();
         let mut operations = Vec::new();
-        for ((key, server), (_, reals)) in servers.into_iter().zip(reals) {
+        for (key, server) in servers {
+            let reals = reals.remove(&key).unwrap_or_default();
             self.change(key, server, &reals, now, &mut operations);
         }
         let count = operations.len();

@@ -24,6 +24,10 @@ pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
         info!("whether there are tables of ours is not known: {error}");
         Vec::new()
     };
+    let mut flavours = Vec::new();
+    for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
+        flavours.extend(Tools::detect(backend).await.ok());
+    }
     let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(unknown);
     let mut proxies = userspace::installed(&BOTH).await.unwrap_or_else(unknown);
     match dataplane {
@@ -44,15 +48,14 @@ pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
                 Dataplane::Userspace(_) => proxies.retain(other),
                 _ => {}
             }
-            for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
-                let Ok(tools) = Tools::detect(backend).await else { continue };
+            for tools in &flavours {
                 if tools.in_use(IpFamily::IPv4).await || tools.in_use(IpFamily::IPv6).await {
-                    add(tools, &BOTH);
+                    add(tools.clone(), &BOTH);
                 }
             }
         }
     }
-    left.extend(ipvs_leftovers(dataplane).await);
+    left.extend(ipvs_leftovers(dataplane, &flavours).await);
     if !tables.is_empty()
         && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
     {
@@ -67,18 +70,19 @@ pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
 }
 
 /// What is left of mode ipvs, by the flavour of its chains. A process may have been killed when they were gone already, and nothing else.
-async fn ipvs_leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
+async fn ipvs_leftovers(dataplane: &Dataplane, flavours: &[Tools]) -> Vec<Dataplane> {
     let own = if let Dataplane::Ipvs(own) = dataplane { Some(own) } else { None };
     let (mut left, mut without) = (Vec::new(), None);
-    for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
-        let Ok(tools) = Tools::detect(backend).await else { continue };
+    let Some(first) = flavours.first() else { return Vec::new() };
+    let installed = ipvs::installed(first, &BOTH).await;
+    for tools in flavours {
         let (mut there, mut rest) = (Vec::new(), Vec::new());
-        for family in ipvs::installed(&tools, &BOTH).await {
+        for family in installed.iter().copied() {
             let in_force = own.filter(|own| own.families().contains(&family));
             if in_force.is_some_and(|own| own.tools().flavour() == tools.flavour()) {
                 continue;
             }
-            if ipvs::has_chains(&tools, family).await {
+            if ipvs::has_chains(tools, family).await {
                 there.push(family);
             } else if in_force.is_none() {
                 rest.push(family);
@@ -88,7 +92,7 @@ async fn ipvs_leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
             without.get_or_insert((tools.clone(), rest));
         }
         if !there.is_empty() {
-            left.push((tools, there));
+            left.push((tools.clone(), there));
         }
     }
     if left.is_empty() {
