@@ -107,6 +107,10 @@ pub trait Platform: Send + 'static {
         node: &NodeFacts,
     ) -> impl Future<Output = Result<Opened<Self::Dataplane>, Rejection>> + Send;
 
+    /// What an earlier process has left elsewhere in the kernel, to be retired. Asked for when `new` was read back: nobody waits for it
+    /// before.
+    fn leftovers(&mut self, new: &Self::Dataplane) -> impl Future<Output = Vec<Self::Dataplane>> + Send;
+
     /// Removes what `old` has written and `new` has not, after `new` was read back. Until that succeeds, packets may meet
     /// what `old` left, so an error counts as a failed write.
     fn retire(
@@ -152,9 +156,6 @@ pub trait Platform: Send + 'static {
 pub struct Opened<D> {
     /// Writes the kernel.
     pub dataplane: D,
-    /// What an earlier process, or another proxy, has left elsewhere in the kernel: to be retired once `dataplane` was
-    /// read back.
-    pub leftovers: Vec<D>,
     /// The mode it runs in.
     pub mode: Mode,
     /// Why it is not the mode of first choice.

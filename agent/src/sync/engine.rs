@@ -88,6 +88,8 @@ pub(super) struct Running<D> {
     pub(super) plan: Plan,
     /// Written by an earlier set-up, removed when this one has been read back.
     pub(super) retiring: Vec<D>,
+    /// Whether what an earlier process has left is among them.
+    pub(super) leftovers_known: bool,
     /// Whether nothing of another proxy is left to be removed.
     pub(super) taken_over: bool,
 }
@@ -461,7 +463,7 @@ impl<P: Platform> Engine<P> {
         let mut plan = Plan::new(target.config.clone(), &opened.families);
         let everything = Dirty { everything: true, ..Dirty::default() };
         let changes = plan.update(&self.model, everything);
-        let mut retiring = opened.leftovers;
+        let mut retiring = Vec::new();
         // The new plan knows no health check that is gone.
         let mut checked = std::mem::take(&mut self.pending.health_checks);
         if let Some(before) = self.running.take() {
@@ -476,6 +478,7 @@ impl<P: Platform> Engine<P> {
             dataplane: opened.dataplane,
             plan,
             retiring,
+            leftovers_known: false,
             taken_over: false,
         });
         self.pending = Changes { health_checks: checked, ..Changes::default() };

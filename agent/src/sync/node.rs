@@ -99,14 +99,17 @@ impl Platform for Node {
                         Dataplane::Ipvs(ipvs) => Some(ipvs.tools().version().to_owned()),
                         Dataplane::Nftables(_) | Dataplane::Userspace(_) => None,
                     };
-                    let leftovers = leftovers(&dataplane).await;
                     let fallback = fallback(mode, &refused);
-                    return Ok(Opened { dataplane, leftovers, mode, fallback, families, iptables_version });
+                    return Ok(Opened { dataplane, mode, fallback, families, iptables_version });
                 }
                 Err(rejection) => refused.push(rejection),
             }
         }
         Err(no_mode(&refused))
+    }
+
+    async fn leftovers(&mut self, new: &Self::Dataplane) -> Vec<Self::Dataplane> {
+        leftovers(new).await
     }
 
     async fn retire(&mut self, old: &Self::Dataplane, new: &Self::Dataplane) -> Result<(), SyncError> {

@@ -234,6 +234,11 @@ impl<P: Platform> Engine<P> {
     /// Removes what earlier set-ups have written. Returns whether nothing of it is left.
     async fn retire(&mut self) -> bool {
         let Some(running) = self.running.as_mut() else { return false };
+        if !running.leftovers_known {
+            let leftovers = self.platform.leftovers(&running.dataplane).await;
+            running.retiring.splice(..0, leftovers);
+            running.leftovers_known = true;
+        }
         while let Some(old) = running.retiring.pop() {
             if let Err(error) = self.platform.retire(&old, &running.dataplane).await {
                 running.retiring.push(old);

@@ -399,8 +399,9 @@ fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
         let (mut node, opened) = open_node(Mode::Iptables, &world);
         world.dataplane = opened.dataplane;
         world.settle();
-        assert_eq!(opened.leftovers.len(), 1);
-        for old in &opened.leftovers {
+        let leftovers = world.runtime.block_on(node.leftovers(&world.dataplane));
+        assert_eq!(leftovers.len(), 1);
+        for old in &leftovers {
             world.runtime.block_on(node.retire(old, &world.dataplane)).unwrap();
         }
         assert!(!world.runtime.block_on(node.take_over(&world.dataplane, &world.plan)).unwrap());
@@ -469,7 +470,7 @@ EOF
         let (mut platform, opened) = open_node(Mode::Ipvs, &world);
         world.dataplane = opened.dataplane;
         world.settle();
-        for old in &opened.leftovers {
+        for old in &world.runtime.block_on(platform.leftovers(&world.dataplane)) {
             world.runtime.block_on(platform.retire(old, &world.dataplane)).unwrap();
         }
         assert!(world.runtime.block_on(platform.take_over(&world.dataplane, &world.plan)).unwrap());

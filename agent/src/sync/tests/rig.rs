@@ -68,7 +68,7 @@ pub struct Script {
     /// How the next attempts to remove what another proxy has left end, and how many there were.
     pub takeovers: VecDeque<Result<bool, SyncError>>,
     pub taken_over: usize,
-    /// How many leftovers the next opening finds.
+    /// How many leftovers there are to be found.
     pub leftovers: usize,
     pub refuse: Option<Rejection>,
     /// What the kernel's settings were asked to be, and how often they cannot be had from now on.
@@ -169,14 +169,16 @@ impl Platform for FakePlatform {
         }
         Ok(Opened {
             dataplane: Fake(Arc::clone(&self.0)),
-            leftovers: (0..std::mem::take(&mut script.leftovers))
-                .map(|_| Fake(Arc::clone(&self.0)))
-                .collect(),
             mode: config.mode,
             fallback: None,
             families: vec![IpFamily::IPv4],
             iptables_version: Some("v1.8.9 (nf_tables)".to_owned()),
         })
+    }
+
+    async fn leftovers(&mut self, _: &Fake) -> Vec<Fake> {
+        let left = std::mem::take(&mut self.0.lock().unwrap().leftovers);
+        (0..left).map(|_| Fake(Arc::clone(&self.0))).collect()
     }
 
     async fn retire(&mut self, _: &Fake, _: &Fake) -> Result<(), SyncError> {
