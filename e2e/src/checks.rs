@@ -27,7 +27,7 @@ const BACKENDS: usize = 3;
 const REQUESTS: u32 = 24;
 
 /// How long a check may take to hold.
-const PATIENCE: Duration = Duration::from_secs(15);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A web Deployment with its Services, a Service without endpoints, and a client pod on each node, in a namespace.
 pub struct Workload<'a> {
