@@ -65,9 +65,12 @@ impl<'a> Workload<'a> {
         }
         cluster.apply(&manifests).await?;
         wait_available(cluster, namespace, "deployment/web").await?;
-        let clients =
-            ["wait", "--namespace", namespace, "--for=condition=Ready", "pod", "--all", "--timeout=60s"];
-        cluster.kubectl(&clients).await?;
+        // Not for all pods: those that an earlier check has ended may still be there, and are never ready again.
+        let clients: Vec<String> =
+            cluster.nodes().iter().map(|node| format!("pod/client-{}", node.name())).collect();
+        let mut wait = vec!["wait", "--namespace", namespace, "--for=condition=Ready", "--timeout=60s"];
+        wait.extend(clients.iter().map(String::as_str));
+        cluster.kubectl(&wait).await?;
         let services: Api<Service> = Api::namespaced(cluster.client(), namespace);
         let web = ports(&services.get("web").await?)?;
         let empty = ports(&services.get("empty").await?)?;
