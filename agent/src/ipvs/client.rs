@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 
 use netlink_sys::protocols::NETLINK_GENERIC;
 use nix::errno::Errno;
+use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::error::{Error, Refusal};
 use super::server::{InstalledReal, InstalledServer, Key, Operation, Timeouts, VirtualServer};
@@ -35,8 +36,8 @@ impl Client {
     }
 
     /// See [`Connection::read`].
-    pub async fn read(&mut self) -> Result<Vec<InstalledServer>, Error> {
-        self.with(Connection::read).await
+    pub async fn read(&mut self, family: IpFamily) -> Result<Vec<InstalledServer>, Error> {
+        self.with(move |connection| connection.read(&[family])).await
     }
 
     /// Does this with the connection, on a thread that may block.
@@ -139,18 +140,20 @@ impl Connection {
         refused.map_err(|error| Error::not_told("changes", &error))
     }
 
-    /// All virtual servers with their real servers, whoever made them, in the kernel's order. Those of protocols and families
+    /// All virtual servers of these families with their real servers, whoever made them, in the kernel's order. Those of protocols
     /// that we do not know are left out.
     ///
     /// The kernel lists the real servers of one virtual server at a time, so this is not of one moment; but no virtual server
     /// that was there all the time is missing.
-    pub fn read(&mut self) -> Result<Vec<InstalledServer>, Error> {
+    pub fn read(&mut self, families: &[IpFamily]) -> Result<Vec<InstalledServer>, Error> {
         for _ in 0..ATTEMPTS {
             let Some(servers) = self.servers()? else { continue };
             let before: BTreeSet<_> = servers.iter().map(|server| server.key).collect();
-            let mut all = Vec::with_capacity(servers.len());
+            let mut all = Vec::new();
             let mut undisturbed = true;
-            for server in servers {
+            // The kernel is asked for the real servers of one virtual server at a time.
+            let wanted = servers.into_iter().filter(|server| families.contains(&server.key.family()));
+            for server in wanted {
                 let reals = self.reals_once(&server.key)?;
                 undisturbed &= reals.is_some();
                 all.extend(reals.map(|reals| InstalledServer { server, reals }));

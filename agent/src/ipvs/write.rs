@@ -75,8 +75,7 @@ impl Servers {
         let family = runner.family();
         let tables = runner.read_each(TABLES).await?;
         let members = runner.members::<Set>().await;
-        let servers = self.client.read().await?.into_iter();
-        let servers = servers.filter(|server| server.server.key.family() == family);
+        let servers = self.client.read(family).await?.into_iter();
         let servers = servers.map(|server| (server.server.key, server)).collect();
         Ok(Installed { tables, members, servers, local: local().await? })
     }

@@ -15,6 +15,7 @@ use pointsman_agent::model::Protocol;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use crate::isolated;
+use crate::support::world::FAMILIES;
 
 /// Runs this with a connection in a new network namespace.
 fn connected(test: impl FnOnce(Connection) + Send + 'static) {
@@ -42,7 +43,7 @@ fn idle(server: RealServer) -> InstalledReal {
 
 /// What there is, by key; the kernel lists a new real server first.
 fn sorted(connection: &mut Connection) -> Vec<InstalledServer> {
-    let mut all = connection.read().unwrap();
+    let mut all = connection.read(&FAMILIES).unwrap();
     all.sort_by_key(|installed| installed.server.key);
     for installed in &mut all {
         installed.reals.sort_by_key(|real| real.server);
@@ -124,7 +125,7 @@ fn servers_of_every_kind_come_back() {
 
         let removal: Vec<_> = read.iter().map(|one| Operation::RemoveServer(one.server.key)).collect();
         connection.apply(&removal).unwrap();
-        assert_eq!(connection.read().unwrap(), []);
+        assert_eq!(connection.read(&FAMILIES).unwrap(), []);
     });
 }
 
@@ -159,7 +160,7 @@ fn adding_again_edits_and_removing_again_is_fine() {
         let gone = Operation::RemoveReal { server: key, real: "10.244.0.8:8080".parse().unwrap() };
         connection.apply(&[gone.clone(), gone.clone()]).unwrap();
         connection.apply(&[Operation::RemoveServer(key), Operation::RemoveServer(key), gone]).unwrap();
-        assert_eq!((connection.reals(&key).unwrap(), connection.read().unwrap()), (vec![], vec![]));
+        assert_eq!((connection.reals(&key).unwrap(), connection.read(&FAMILIES).unwrap()), (vec![], vec![]));
     });
 }
 
@@ -189,7 +190,7 @@ fn each_refusal_names_its_operation_and_the_others_are_made() {
         let seen: Vec<_> = refusals.iter().map(|refusal| (refusal.index, refusal.errno)).collect();
         assert_eq!(seen, expected);
         assert!(refusals[0].to_string().contains("10.96.0.10:50/tcp"), "{}", refusals[0]);
-        let read = connection.read().unwrap();
+        let read = connection.read(&FAMILIES).unwrap();
         assert_eq!(read.len(), 495);
         assert!(read.iter().all(|installed| installed.reals.len() == 1));
     });
@@ -238,7 +239,7 @@ fn three_thousand_servers_are_written_and_read_quickly() {
             assert_eq!(connection.servers().unwrap().unwrap().len(), 3000);
         });
         time("read", &mut connection, &mut |connection| {
-            let read = connection.read().unwrap();
+            let read = connection.read(&FAMILIES).unwrap();
             assert!(read.iter().all(|installed| installed.reals.len() == 3));
             keys = read.iter().map(|installed| installed.server.key).collect();
         });
@@ -248,6 +249,6 @@ fn three_thousand_servers_are_written_and_read_quickly() {
         });
         let removal: Vec<_> = keys.into_iter().map(Operation::RemoveServer).collect();
         time("removed", &mut connection, &mut |connection| connection.apply(&removal).unwrap());
-        assert_eq!(connection.read().unwrap(), []);
+        assert_eq!(connection.read(&FAMILIES).unwrap(), []);
     });
 }

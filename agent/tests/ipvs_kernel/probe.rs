@@ -20,7 +20,7 @@ fn a_node_that_can_lacks_nothing_and_is_left_as_it_was() {
             let ipset = Ok(shell("ipset --version"));
             assert_eq!(preflight(ipset, Connection::open(), scheduler, &BOTH), [], "{scheduler}");
         }
-        assert_eq!(Connection::open().unwrap().read().unwrap(), []);
+        assert_eq!(Connection::open().unwrap().read(&BOTH).unwrap(), []);
         assert!(Device::find().unwrap().is_none());
         let missing = preflight(Ok(shell("ipset --version")), Connection::open(), "none-such", &BOTH);
         assert_eq!(missing.len(), 2, "{missing:?}");
