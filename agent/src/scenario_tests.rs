@@ -7,59 +7,11 @@ use ipnet::Ipv4Net;
 use pointsman_crds::settings::Mode;
 
 use crate::model::Change;
-use crate::plan::random::Cluster;
+use crate::plan::random::Rules;
 use crate::plan::{Packet, Verdict};
 use crate::scenario::hosts::{Host, twin, twin_block};
 use crate::scenario::{self, Case, End, Expected, Scenario, Sticky};
 use crate::{iptables, ipvs, nftables};
-
-/// Rules that follow a cluster.
-trait Rules {
-    fn cluster(&mut self) -> &mut Cluster;
-    /// Writes what is pending, and proves that the rules are what they would be from scratch.
-    fn follow(&mut self);
-    /// Where a packet ends by the rules alone, and by the plan as far as these rules can follow it.
-    fn route(&self, packet: &Packet) -> (Verdict, Verdict);
-}
-
-impl Rules for iptables::tests::World {
-    fn cluster(&mut self) -> &mut Cluster {
-        &mut self.cluster
-    }
-    fn follow(&mut self) {
-        self.sync();
-        self.check();
-    }
-    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
-        self.route(packet)
-    }
-}
-
-impl Rules for nftables::layout::tests::World {
-    fn cluster(&mut self) -> &mut Cluster {
-        &mut self.cluster
-    }
-    fn follow(&mut self) {
-        self.sync();
-        self.check();
-    }
-    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
-        self.route(packet)
-    }
-}
-
-impl Rules for ipvs::layout::tests::World {
-    fn cluster(&mut self) -> &mut Cluster {
-        &mut self.cluster
-    }
-    fn follow(&mut self) {
-        self.sync();
-        self.check();
-    }
-    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
-        self.route(packet)
-    }
-}
 
 /// What refuses undefined ports of ClusterIPs only where ipsets are available.
 const WITHOUT_SETS: &str = "iptables without ipsets";

@@ -260,18 +260,13 @@ async fn from_any(addresses: &BTreeSet<IpAddr>) -> bool {
 mod tests {
     use super::*;
 
-    fn key(protocol: Protocol, address: &str) -> Key {
-        let address: std::net::SocketAddr = address.parse().unwrap();
-        Key::new(protocol, address.ip(), address.port())
-    }
-
     #[test]
     fn ipvs_only_virtual_servers_of_kube_proxy_are_its() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let bound = [ip("10.96.0.10"), ip("fd00:96::10")].into();
         let node = [ip("192.0.2.1"), ip("198.51.100.7")].into();
         let known = Known { node_ports: [(Protocol::Tcp, 30_080)].into(), ..Known::default() };
-        let is = |protocol, address| is_kube_proxys(&key(protocol, address), &bound, &node, &known);
+        let is = |protocol, address| is_kube_proxys(&Key::at(protocol, address), &bound, &node, &known);
         assert!(is(Protocol::Tcp, "10.96.0.10:80") && is(Protocol::Udp, "[fd00:96::10]:53"));
         assert!(is(Protocol::Tcp, "192.0.2.1:30080") && is(Protocol::Tcp, "198.51.100.7:30080"));
         assert!(!is(Protocol::Udp, "192.0.2.1:30080"), "another protocol");

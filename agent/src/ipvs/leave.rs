@@ -214,11 +214,6 @@ pub(crate) fn connections(table: &str) -> impl Iterator<Item = Key> {
 mod tests {
     use super::*;
 
-    fn key(protocol: Protocol, address: &str) -> Key {
-        let address: std::net::SocketAddr = address.parse().unwrap();
-        Key::new(protocol, address.ip(), address.port())
-    }
-
     #[test]
     fn syn_17_connections_through_ipvs_are_seen() {
         let head = "Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData\n";
@@ -227,14 +222,14 @@ mod tests {
         };
         let seen = |table: &str| connections(table).collect::<Vec<_>>();
         for state in ["ESTABLISHED", "FIN_WAIT   ", "CLOSE_WAIT "] {
-            assert_eq!(seen(&line("TCP", state)), [key(Protocol::Tcp, "10.96.0.80:80")], "{state}");
+            assert_eq!(seen(&line("TCP", state)), [Key::at(Protocol::Tcp, "10.96.0.80:80")], "{state}");
         }
-        assert_eq!(seen(&line("SCTP", "ESTABLISHED")), [key(Protocol::Sctp, "10.96.0.80:80")]);
+        assert_eq!(seen(&line("SCTP", "ESTABLISHED")), [Key::at(Protocol::Sctp, "10.96.0.80:80")]);
         assert_eq!(seen(&line("TCP", "TIME_WAIT  ")), []);
         assert!(seen(head).is_empty() && seen("").is_empty());
         let v6 = "TCP fd00:0000:0000:0000:0000:0000:0000:0002 D1A2 fd00:0010:0096:0000:0000:0000:0000:000a 0035 \
                   fd00:0000:0000:0000:0000:0000:0000:0009 1F90 ESTABLISHED     899";
-        assert_eq!(seen(v6), [key(Protocol::Tcp, "[fd00:10:96::a]:53")]);
+        assert_eq!(seen(v6), [Key::at(Protocol::Tcp, "[fd00:10:96::a]:53")]);
         assert_eq!(seen(&line("UDP", "ESTABLISHED")), [], "not one");
     }
 }

@@ -48,6 +48,13 @@ impl Key {
         Self::Address { protocol, address: SocketAddr::new(address, port) }
     }
 
+    /// That of an address with its port, in words.
+    #[cfg(test)]
+    pub(crate) fn at(protocol: Protocol, address: &str) -> Self {
+        let address: SocketAddr = address.parse().unwrap();
+        Self::new(protocol, address.ip(), address.port())
+    }
+
     /// Of the packets.
     #[must_use]
     pub fn family(&self) -> IpFamily {

@@ -11,8 +11,8 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::{Mode, NodePortAddress, ProxySettings};
 use serde_json::{Value, json};
 
-use super::{Changes, Packet, Plan, Verdict};
-use crate::model::{Change, Model, NodeFacts, ObjectName, Protocol};
+use super::{Changes, Hop, Packet, Plan, Verdict};
+use crate::model::{Change, Model, NodeFacts, ObjectName, Protocol, family_of};
 
 /// Numbers that depend on a seed only.
 pub struct Dice(u64);
@@ -149,6 +149,48 @@ impl Cluster {
         let changes = self.plan.configure(config, &self.model);
         self.pending.merge(changes);
     }
+}
+
+/// Rules that follow a cluster.
+pub trait Rules {
+    fn cluster(&mut self) -> &mut Cluster;
+    /// Writes what is pending.
+    fn sync(&mut self);
+    /// Proves that the rules are what they would be from scratch.
+    fn check(&mut self);
+    /// Where a packet ends by the rules alone, and by the plan as far as these rules can follow it.
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict);
+
+    /// Writes what is pending, and proves it.
+    fn follow(&mut self) {
+        self.sync();
+        self.check();
+    }
+
+    /// Lets changes happen, some of which are written at once, and all in the end.
+    fn live(&mut self, changes: Vec<(u64, bool)>) {
+        for (seed, sync) in changes {
+            self.cluster().step(seed);
+            if sync {
+                self.sync();
+            }
+        }
+        self.follow();
+    }
+}
+
+/// An endpoint on another node that reaches itself by way of this one keeps its source where the set of those that reach themselves holds
+/// this node's only.
+pub fn without_hairpin_from_afar(plan: &Plan, packet: &Packet, verdict: Verdict) -> Verdict {
+    let mut backends = plan
+        .ports(family_of(packet.destination))
+        .flat_map(|(_, port)| port.backends().copied().collect::<Vec<_>>());
+    if backends.any(|backend| backend.address == packet.source && backend.local) {
+        return verdict;
+    }
+    let Verdict::Forward(hops) = verdict else { return verdict };
+    let own = |hop: Hop| if hop.address == packet.source { Hop { masquerade: true, ..hop } } else { hop };
+    sorted(Verdict::Forward(hops.into_iter().map(own).collect()))
 }
 
 /// The same, with possible destinations in order and each once.

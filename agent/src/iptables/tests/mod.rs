@@ -13,7 +13,7 @@ use super::saved::{Comparison, Saved};
 use super::state::{Read, State};
 use super::tools::Flavour;
 use crate::model::Change;
-use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted, start};
+use crate::plan::random::{Cluster, Dice, FAMILIES, Rules, any_packet, change, sorted, start};
 use crate::plan::{Packet, Plan, Verdict};
 use tables::Tables;
 
@@ -43,10 +43,6 @@ impl World {
         world
     }
 
-    pub(crate) fn sync(&mut self) {
-        self.try_sync(&mut || None);
-    }
-
     /// What the data plane does: writes what changed, or, if what is installed is not known, whatever differs.
     fn try_sync(&mut self, luck: &mut dyn FnMut() -> Option<Luck>) {
         let Cluster { plan, pending, .. } = &mut self.cluster;
@@ -66,16 +62,25 @@ impl World {
             }
         }
     }
+}
 
-    /// Where a packet ends by the rules alone, and by the plan as far as these rules can follow it.
-    pub(crate) fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+impl Rules for World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+
+    fn sync(&mut self) {
+        self.try_sync(&mut || None);
+    }
+
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
         let walked = self.tables[&crate::model::family_of(packet.destination)].walk(packet);
         (walked, expected(self.cluster.plan.route(packet), self.use_sets))
     }
 
     /// The tables hold exactly what was to be installed, and all but the dispatch tree, whose shape depends on its history
     /// within bounds, is what would be installed from scratch.
-    pub(crate) fn check(&self) {
+    fn check(&mut self) {
         for (family, state) in &self.states {
             let tables = &self.tables[family];
             let read = read(tables, *family);
@@ -188,14 +193,7 @@ proptest! {
         use_sets in any::<bool>(),
     ) {
         let mut world = World::new(use_sets);
-        for (seed, sync) in seeds {
-            world.cluster.step(seed);
-            if sync {
-                world.sync();
-            }
-        }
-        world.sync();
-        world.check();
+        world.live(seeds);
         for seed in packets {
             let packet = any_packet(seed);
             let (walked, planned) = world.route(&packet);

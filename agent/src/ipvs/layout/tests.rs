@@ -17,7 +17,8 @@ use crate::iptables::tests::tables::{End, Tables};
 use crate::ipvs::server::Key;
 use crate::model::{Change, family_of};
 use crate::plan::random::{
-    Cluster, FAMILIES, any_packet, config, service_applied, slice_applied, sorted, start,
+    Cluster, FAMILIES, Rules, any_packet, config, service_applied, slice_applied, sorted, start,
+    without_hairpin_from_afar,
 };
 use crate::plan::{Hop, Packet, Plan, Verdict};
 
@@ -172,7 +173,20 @@ impl World {
         Self { cluster, installed: installed.into() }
     }
 
-    pub(crate) fn sync(&mut self) {
+    /// Virtual servers for NodePorts are at the addresses that the node is known to have, so only those are the node's.
+    fn arriving(&self, packet: Packet) -> Packet {
+        let site = self.installed[&family_of(packet.destination)].0.site();
+        let destination = packet.destination;
+        Packet { destination_is_local: destination.is_loopback() || site.is_own(destination), ..packet }
+    }
+}
+
+impl Rules for World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+
+    fn sync(&mut self) {
         let Cluster { plan, pending, .. } = &mut self.cluster;
         let changes = std::mem::take(pending);
         for (family, (state, kernel)) in &mut self.installed {
@@ -184,7 +198,7 @@ impl World {
     }
 
     /// The kernel holds exactly what we think, and what a plan from scratch asks for.
-    pub(crate) fn check(&mut self) {
+    fn check(&mut self) {
         for (family, (state, kernel)) in &mut self.installed {
             let there = kernel.full();
             assert_eq!(state.full(), there, "what we think is what is there");
@@ -196,15 +210,7 @@ impl World {
         }
     }
 
-    /// Virtual servers for NodePorts are at the addresses that the node is known to have, so only those are the node's.
-    fn arriving(&self, packet: Packet) -> Packet {
-        let site = self.installed[&family_of(packet.destination)].0.site();
-        let destination = packet.destination;
-        Packet { destination_is_local: destination.is_loopback() || site.is_own(destination), ..packet }
-    }
-
-    /// Where a packet ends by the kernel alone, and by the plan as far as this mode can follow it.
-    pub(crate) fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
         let kernel = &self.installed[&family_of(packet.destination)].1;
         (kernel.walk(packet), expected(&self.cluster.plan, kernel, packet))
     }
@@ -226,19 +232,6 @@ fn expected(plan: &Plan, kernel: &Kernel, packet: &Packet) -> Verdict {
     }
 }
 
-/// An endpoint on another node that reaches itself by way of this one keeps its source: the set of loops holds this node's only.
-fn without_hairpin_from_afar(plan: &Plan, packet: &Packet, verdict: Verdict) -> Verdict {
-    let mut backends = plan
-        .ports(family_of(packet.destination))
-        .flat_map(|(_, port)| port.backends().copied().collect::<Vec<_>>());
-    if backends.any(|backend| backend.address == packet.source && backend.local) {
-        return verdict;
-    }
-    let Verdict::Forward(hops) = verdict else { return verdict };
-    let own = |hop: Hop| if hop.address == packet.source { Hop { masquerade: true, ..hop } } else { hop };
-    sorted(Verdict::Forward(hops.into_iter().map(own).collect()))
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -249,14 +242,7 @@ proptest! {
         packets in proptest::collection::vec(any::<u64>(), 200),
     ) {
         let mut world = World::begin(start());
-        for (seed, sync) in seeds {
-            world.cluster.step(seed);
-            if sync {
-                world.sync();
-            }
-        }
-        world.sync();
-        world.check();
+        world.live(seeds);
         for seed in packets {
             let packet = world.arriving(any_packet(seed));
             let plan = &world.cluster.plan;
@@ -278,15 +264,13 @@ fn what_is_excluded_gets_no_server_no_route_and_no_rule() {
     let backends = serde_json::json!([{"addresses": ["10.244.0.5"], "nodeName": "node"}, {"addresses": ["10.244.1.5"], "nodeName": "other"}]);
     world.cluster.apply(service_applied("web", &spec));
     world.cluster.apply(slice_applied("web", &backends));
-    world.sync();
-    world.check();
+    world.follow();
     assert_eq!(world.installed[&IpFamily::IPv4].1.servers.len(), 3);
     let mut config = config();
     config.ipvs.exclude_cidrs =
         ["10.96.0.0/16", "192.168.0.0/24"].map(|block| block.parse().unwrap()).to_vec();
     world.cluster.set_config(config);
-    world.sync();
-    world.check();
+    world.follow();
     let servers: Vec<String> =
         world.installed[&IpFamily::IPv4].1.servers.keys().map(ToString::to_string).collect();
     assert_eq!(servers, ["203.0.113.9:80/tcp"]);
@@ -305,8 +289,7 @@ fn real_servers_have_the_weights_of_their_slices() {
             slice.metadata.annotations = text.map(|text| [(ANNOTATION_WEIGHT.to_owned(), text)].into());
         }
         world.cluster.apply(change);
-        world.sync();
-        world.check();
+        world.follow();
         let servers = world.installed[&IpFamily::IPv4].1.servers.values();
         let weights: Vec<u32> = servers.flat_map(|server| server.reals.values().copied()).collect();
         assert_eq!(weights, [weight, weight]);

@@ -12,7 +12,7 @@ use super::{World, adopt, repair};
 use crate::model::{Change, ObjectName};
 use crate::nftables::ruleset::{Operation, Origin, Ruleset, Transaction, Tuple};
 use crate::nftables::text;
-use crate::plan::random::{service_applied, slice_applied};
+use crate::plan::random::{Rules, service_applied, slice_applied};
 use crate::plan::{Hop, Packet, Verdict};
 use pointsman_crds::proxy_node_status::IpFamily::{self, IPv4};
 
@@ -48,7 +48,7 @@ impl World {
         for change in changes {
             self.cluster.apply(change);
         }
-        let transaction = self.sync().swap_remove(0);
+        let transaction = self.write().swap_remove(0);
         self.check();
         transaction
     }

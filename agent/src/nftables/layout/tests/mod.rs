@@ -17,8 +17,10 @@ use crate::model::{Change, family_of};
 use crate::nftables::compare::compare;
 use crate::nftables::read::Installed;
 use crate::nftables::ruleset::{Ruleset, Transaction};
-use crate::plan::random::{Cluster, Dice, FAMILIES, any_packet, change, sorted, start};
-use crate::plan::{Hop, Packet, Plan, Verdict};
+use crate::plan::random::{
+    Cluster, Dice, FAMILIES, Rules, any_packet, change, sorted, start, without_hairpin_from_afar,
+};
+use crate::plan::{Packet, Plan, Verdict};
 use kernel::apply;
 use walk::Clients;
 
@@ -42,8 +44,8 @@ impl World {
         Self { cluster, installed }
     }
 
-    /// Returns the transactions.
-    pub(crate) fn sync(&mut self) -> Vec<Transaction> {
+    /// Writes what is pending, and returns the transactions.
+    fn write(&mut self) -> Vec<Transaction> {
         let Cluster { plan, pending, .. } = &mut self.cluster;
         let changes = std::mem::take(pending);
         let mut transactions = Vec::new();
@@ -61,9 +63,19 @@ impl World {
         }
         transactions
     }
+}
+
+impl Rules for World {
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+
+    fn sync(&mut self) {
+        self.write();
+    }
 
     /// The tables hold exactly what we think, and what a plan from scratch asks for.
-    pub(crate) fn check(&self) {
+    fn check(&mut self) {
         for (family, (state, table)) in &self.installed {
             assert_eq!(state.full(), *table, "what we think is what is there");
             let again = State::adopt(&self.cluster.plan, self.cluster.plan.node(*family).unwrap(), table);
@@ -72,8 +84,7 @@ impl World {
         }
     }
 
-    /// Where a packet ends by the table alone, and by the plan as far as this layout can follow it.
-    pub(crate) fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
+    fn route(&self, packet: &Packet) -> (Verdict, Verdict) {
         let plan = &self.cluster.plan;
         let walked = walk::route(&self.installed[&family_of(packet.destination)].1, packet, &Clients::new());
         (walked, expected(plan, packet))
@@ -111,23 +122,6 @@ fn inside(blocks: &[IpNet], packet: &Packet) -> bool {
     blocks.iter().any(|block| block.contains(&packet.destination))
 }
 
-/// An endpoint on another node that reaches itself by way of this one keeps its source: `hairpin` holds this node's only.
-fn without_hairpin_from_afar(plan: &Plan, packet: &Packet, verdict: Verdict) -> Verdict {
-    let family = family_of(packet.destination);
-    let backends = plan.ports(family).flat_map(|(_, port)| port.backends().copied().collect::<Vec<_>>());
-    let on_this_node =
-        backends.filter(|backend| backend.address == packet.source).any(|backend| backend.local);
-    match verdict {
-        Verdict::Forward(hops) if !on_this_node => {
-            let own = |hop: &Hop| {
-                if hop.address == packet.source { Hop { masquerade: true, ..*hop } } else { *hop }
-            };
-            sorted(Verdict::Forward(hops.iter().map(own).collect()))
-        }
-        other => other,
-    }
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -138,14 +132,7 @@ proptest! {
         packets in proptest::collection::vec(any::<u64>(), 200),
     ) {
         let mut world = World::new();
-        for (seed, sync) in seeds {
-            world.cluster.step(seed);
-            if sync {
-                world.sync();
-            }
-        }
-        world.sync();
-        world.check();
+        world.live(seeds);
         for seed in packets {
             let packet = any_packet(seed);
             let plan = &world.cluster.plan;
