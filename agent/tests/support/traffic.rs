@@ -153,13 +153,11 @@ pub async fn ask_with(
     bytes: &[u8],
 ) -> Answer {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let from = SocketAddr::new(source.unwrap_or(any), 0);
+    let from = source.unwrap_or(any);
     let outcome = timeout(patience, async {
         match protocol {
             Protocol::Tcp => {
-                let socket = if to.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-                socket.bind(from)?;
-                let mut stream = tokio::io::BufReader::new(socket.connect(to).await?);
+                let mut stream = tokio::io::BufReader::new(fresh_socket(from)?.connect(to).await?);
                 let mut line = String::new();
                 stream.read_line(&mut line).await?;
                 stream.write_all(bytes).await?;
@@ -169,7 +167,7 @@ pub async fn ask_with(
                 Ok(line)
             }
             Protocol::Udp => {
-                let socket = tokio::net::UdpSocket::bind(SocketAddr::new(from.ip(), fresh_port())).await?;
+                let socket = tokio::net::UdpSocket::bind(SocketAddr::new(from, fresh_port())).await?;
                 socket.connect(to).await?;
                 // The node's own rules drop or reject what it sends: which of the two, only the answer says.
                 match socket.send(bytes).await {
@@ -180,7 +178,7 @@ pub async fn ask_with(
                 let length = socket.recv(&mut buffer).await?;
                 Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
             }
-            Protocol::Sctp => sctp::ask(from.ip(), fresh_port(), to).await,
+            Protocol::Sctp => sctp::ask(from, fresh_port(), to).await,
         }
     });
     match outcome.await {
@@ -194,11 +192,23 @@ pub async fn ask_with(
     }
 }
 
-/// A port that no flow of the last minutes had: conntrack would lead a new flow with the ports of an old one where that one went.
-/// Below those that the kernel gives out, and those of servers.
+/// A port that no flow of the last minutes had: conntrack would lead a new flow with the ports of an old one where that one went, and
+/// IPVS a new connection of a client that has affinity (`is_new_conn_expected` in the kernel's `ip_vs_core.c`). Below those that the
+/// kernel gives out, and those of servers.
 fn fresh_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     10_000 + NEXT.fetch_add(1, Ordering::Relaxed) % 20_000
+}
+
+/// A socket with such a port; the next if an earlier turn has left it in use.
+fn fresh_socket(from: IpAddr) -> io::Result<TcpSocket> {
+    loop {
+        let socket = if from.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        match socket.bind(SocketAddr::new(from, fresh_port())) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            bound => return bound.map(|()| socket),
+        }
+    }
 }
 
 /// A connection that stays open.
