@@ -52,6 +52,9 @@ impl Effort {
     pub const QUICK: Self = Self { connects: 2000, changes: 10, added: 5, idle: Duration::from_secs(10) };
 }
 
+/// So many Services are connected to again and again.
+const FEW: usize = 10;
+
 /// One program at one size.
 pub struct Run<'a> {
     /// How it is started.
@@ -158,8 +161,11 @@ impl<'a> Run<'a> {
         let cluster_ips: Vec<SocketAddr> = services.iter().map(|one| one.frontend()).collect();
         let node_ports: Vec<SocketAddr> =
             services.iter().filter_map(|one| Some((NODE_ADDRESS, one.node_port()?).into())).collect();
+        // Their rules stay in the caches of the processor; those of all others have to be fetched.
+        let few = cluster_ips.iter().take(FEW).cycle().take(cluster_ips.len()).copied().collect();
         for (p50, p99, targets) in [
             ("connect to a ClusterIP p50", "connect to a ClusterIP p99", cluster_ips),
+            ("connect to the same ten ClusterIPs p50", "connect to the same ten ClusterIPs p99", few),
             ("connect to a NodePort p50", "connect to a NodePort p99", node_ports),
         ] {
             let times = block_in_place(|| connect_times(&targets))?;
