@@ -100,7 +100,7 @@ pub struct Tools {
 
 impl Tools {
     /// Finds the tools of the flavour that is asked for. `Auto` takes the flavour that already holds kubelet's hint
-    /// chains in mangle; failing that, the one with more rules; failing that, nft if it works.
+    /// chains in mangle; failing that, the one with more rules; failing that, nft if the kernel has it.
     pub async fn detect(backend: IptablesBackend) -> Result<Self, ToolsError> {
         Self::detect_with(backend, Options::default()).await
     }
@@ -120,12 +120,16 @@ impl Tools {
                 Err(reason) => reasons.push(reason),
             }
         }
-        let mut best: Option<(usize, Self)> = None;
+        let mut best: Option<(Usage, Self)> = None;
         let several = found.len() > 1;
         for tools in found {
-            let score = if several { tools.score().await } else { 0 };
-            if best.as_ref().is_none_or(|(known, _)| score > *known) {
-                best = Some((score, tools));
+            let usage = if several { tools.usage().await } else { Usage::Rules(0) };
+            let hinted = usage == Usage::Hinted;
+            if best.as_ref().is_none_or(|(known, _)| usage > *known) {
+                best = Some((usage, tools));
+            }
+            if hinted {
+                break;
             }
         }
         best.map(|(_, tools)| tools).ok_or_else(|| ToolsError::Missing {
@@ -158,32 +162,31 @@ impl Tools {
         Err(reason)
     }
 
-    /// How much a flavour is in use: kubelet's hint chains count more than any number of rules.
-    async fn score(&self) -> usize {
-        let rules = |saved: &str| saved.lines().filter(|line| line.starts_with("-A")).count();
-        let mut score = 0;
+    /// How much this flavour is in use.
+    async fn usage(&self) -> Usage {
+        // Without a table named, the legacy tool prints what exists and creates nothing. The nft tool may take long for all.
+        let first: &[&str] = if self.flavour == Flavour::Legacy { &[] } else { &["-t", "mangle"] };
+        let mut count = 0;
         for family in [IpFamily::IPv4, IpFamily::IPv6] {
-            // Without a table named, the legacy tool prints what exists and creates nothing.
-            let args: &[&str] = if self.flavour == Flavour::Legacy { &[] } else { &["-t", "mangle"] };
-            let saved = self.run(&self.command(family, "-save"), args, None, PROBE_TIMEOUT).await;
-            let saved = saved.unwrap_or_default();
-            score += rules(&saved);
-            if saved
-                .lines()
-                .any(|line| HINT_CHAINS.iter().any(|chain| line.starts_with(&format!(":{chain} "))))
-            {
-                return usize::MAX;
+            let saved = match self.run(&self.command(family, "-save"), first, None, PROBE_TIMEOUT).await {
+                // Every kernel has IPv4.
+                Err(RunError::Failed { .. }) if family == IpFamily::IPv4 => return Usage::Unusable,
+                saved => saved.unwrap_or_default(),
+            };
+            let is_hint = |line: &str| HINT_CHAINS.iter().any(|chain| line.starts_with(&format!(":{chain} ")));
+            if saved.lines().any(is_hint) {
+                return Usage::Hinted;
+            }
+            count += rules(&saved);
+        }
+        if self.flavour == Flavour::Nft {
+            count = 0;
+            for family in [IpFamily::IPv4, IpFamily::IPv6] {
+                let saved = self.run(&self.command(family, "-save"), &[], None, READ_TIMEOUT).await;
+                count += rules(&saved.unwrap_or_default());
             }
         }
-        if self.flavour == Flavour::Legacy {
-            return score;
-        }
-        score = 0;
-        for family in [IpFamily::IPv4, IpFamily::IPv6] {
-            let saved = self.run(&self.command(family, "-save"), &[], None, READ_TIMEOUT).await;
-            score += rules(&saved.unwrap_or_default());
-        }
-        score
+        Usage::Rules(count)
     }
 
     /// The tools of the other flavour, if its tables hold chains of a service proxy: rules in both would both apply.
@@ -301,6 +304,22 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 const READ_TIMEOUT: Duration = Duration::from_mins(1);
 /// Chains that kubelet makes so that others can see which flavour it uses (KEP-3178).
 const HINT_CHAINS: [&str; 2] = ["KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"];
+
+/// How much a flavour is in use; more is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Usage {
+    /// The kernel does not have it.
+    Unusable,
+    /// It holds so many rules.
+    Rules(usize),
+    /// It holds kubelet's hint chains.
+    Hinted,
+}
+
+/// How many rules a tool has printed.
+fn rules(saved: &str) -> usize {
+    saved.lines().filter(|line| line.starts_with("-A")).count()
+}
 
 /// What the tool said, with the line of input that it names.
 fn explain(said: &str, input: Option<&str>) -> String {

@@ -2,14 +2,17 @@
 
 use std::path::Path;
 
+use pointsman_agent::iptables::{Flavour, Tools};
 use pointsman_agent::ipvs::client::Connection;
 use pointsman_agent::ipvs::device::Device;
 use pointsman_agent::ipvs::probe::{Missing, preflight};
 use pointsman_agent::sysctl::{self, Applied, Machine, Setting, Sysctls};
 use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::IptablesBackend;
 
 use crate::isolated;
 use crate::support::lab::shell;
+use crate::support::world::block_on;
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
@@ -48,5 +51,14 @@ fn settings_are_written_before_the_first_virtual_server() {
         }
         assert!(now.contains_key(&Setting::IpvsConnReuseMode), "{now:?}");
         assert_eq!(sysctls.prepare_ipvs(machine), Applied::default());
+    });
+}
+
+#[test]
+fn the_flavour_is_one_that_the_kernel_has() {
+    isolated(|| {
+        // Both tools are installed, and this kernel has no nftables.
+        let tools = block_on(Tools::detect(IptablesBackend::Auto)).unwrap();
+        assert_eq!(tools.flavour(), Flavour::Legacy, "{}", tools.version());
     });
 }
