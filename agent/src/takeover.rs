@@ -117,7 +117,7 @@ impl Takeover {
     pub async fn remove_beside_ipvs(tools: &Tools) -> Result<(), TakeoverError> {
         let failed = |what| move |why: String| TakeoverError::Ipvs { what, why };
         remove_tables().await?;
-        let sets = iptables::kube_proxy_sets(tools).await;
+        let sets = iptables::kube_proxy_sets().await;
         if !sets.is_empty() {
             remove_rules(tools, &sets).await.map_err(failed("the chains and ipsets"))?;
         }
@@ -126,7 +126,7 @@ impl Takeover {
 
     async fn remove_ipvs(&mut self, tools: &Tools, known: &Known) -> Result<Left, TakeoverError> {
         let failed = |what| move |why: String| TakeoverError::Ipvs { what, why };
-        let sets = iptables::kube_proxy_sets(tools).await;
+        let sets = iptables::kube_proxy_sets().await;
         let there = if_nametoindex(device::NAME).is_ok();
         let device = there.then(|| with_sources(known)).transpose();
         let device = device.map_err(|error| failed("the device")(error.to_string()))?;
@@ -165,7 +165,7 @@ impl Takeover {
 
 async fn remove_rules(tools: &Tools, sets: &[String]) -> Result<(), String> {
     iptables::remove_ipvs_chains(tools).await.map_err(|error| error.to_string())?;
-    iptables::destroy_sets(tools, sets).await.map_err(|error| error.to_string())
+    iptables::destroy_sets(sets).await.map_err(|error| error.to_string())
 }
 
 /// Removes kube-proxy's tables of mode nftables.

@@ -17,7 +17,6 @@ use tracing::{debug, info, warn};
 use super::batch::{Batch, Script, Section};
 use super::counters::invalid_dropped;
 use super::ear::Ear;
-use super::ipset::Kind as _;
 use super::names::ChainName;
 use super::runner::{DEFAULT_LOCK_WAIT, Failure, Runner, classify, failure, lock};
 use super::saved::Comparison;
@@ -25,6 +24,7 @@ use super::sets::{self, Set, SetChanges};
 use super::state::{Differences, Read, State, Texts};
 use super::tools::{Flavour, Tools};
 use crate::conntrack::Target;
+use crate::ipset::Kind as _;
 use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
 use crate::netfilter::Notices;
 use crate::plan::{Changes, NodePlan, Plan};
@@ -285,7 +285,7 @@ impl Runner<'_> {
     ) -> Result<(), Failure> {
         let sets = std::mem::take(&mut batch.sets);
         if use_sets {
-            self.change_sets(&sets.before(self.family(), false)).await?;
+            self.change_sets(&sets.before(self.family())).await?;
         }
         let scripts = batch.scripts(self.tools().flavour());
         // While a tool holds all rules, we need not hold them twice.
@@ -304,7 +304,7 @@ impl Runner<'_> {
     /// As [`Self::write`], where even the sets may be gone.
     async fn repair(&self, batch: Batch, use_sets: bool) -> Result<(), Failure> {
         if use_sets {
-            self.change_sets(&SetChanges::default().before(self.family(), true)).await?;
+            self.change_sets(&SetChanges::create(self.family())).await?;
         }
         self.write(batch, use_sets, &mut Written::default()).await
     }
@@ -326,7 +326,7 @@ impl Runner<'_> {
     /// chain that nothing leads to.
     async fn make_sets(&self) -> Result<bool, Failure> {
         let probe = async {
-            self.change_sets(&SetChanges::default().before(self.family(), true)).await?;
+            self.change_sets(&SetChanges::create(self.family())).await?;
             let mut section = Section::new("filter");
             section.chain(ChainName::new(PROBE), &sets::rules(self.family()));
             let mut script = Script::default();

@@ -1,13 +1,15 @@
 //! The chains and ipsets of kube-proxy's mode ipvs, as far as no other mode has them (reference §3.2, §3.3).
 //!
-//! In: the tools. Out: they are gone. The chains that mode ipvs shares with mode iptables hold our rules by then.
+//! In: the tools for the chains. Out: they are gone. The chains that mode ipvs shares with mode iptables hold our rules by then.
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::{Script, Section};
-use super::runner::{Failure, Runner, SAVE_TIMEOUT, failure};
+use super::runner::{Failure, Runner, failure};
 use super::saved::target;
-use super::tools::{RunError, Tools};
+use super::tools::Tools;
+use crate::ipset::client::Client;
+use crate::ipset::{self, Operation};
 use crate::kernel::SyncError;
 
 /// Chains by table.
@@ -46,19 +48,17 @@ fn is_kube_proxys(set: &str) -> bool {
     name.is_some_and(|name| SETS.contains(&name))
 }
 
-/// kube-proxy's sets that are there.
-pub async fn kube_proxy_sets(tools: &Tools) -> Vec<String> {
-    let names = tools.run("ipset", &["list", "-name"], None, SAVE_TIMEOUT).await;
-    let names = names.unwrap_or_default();
-    names.lines().filter(|name| is_kube_proxys(name)).map(str::to_owned).collect()
+/// kube-proxy's sets that are there. A kernel without ipsets has none.
+pub async fn kube_proxy_sets() -> Vec<String> {
+    let Ok(mut client) = Client::open() else { return Vec::new() };
+    let names = client.names().await.unwrap_or_default();
+    names.into_iter().filter(|name| is_kube_proxys(name)).collect()
 }
 
 /// Removes sets.
-pub async fn destroy_sets(tools: &Tools, sets: &[String]) -> Result<(), RunError> {
-    for set in sets {
-        tools.run("ipset", &["destroy", set], None, SAVE_TIMEOUT).await?;
-    }
-    Ok(())
+pub async fn destroy_sets(sets: &[String]) -> Result<(), ipset::Error> {
+    let destroy = |set: &String| Operation::Destroy { set: set.clone() };
+    Client::open()?.apply(sets.iter().map(destroy).collect()).await
 }
 
 /// Removes kube-proxy's chains, and what leads there from the built-in ones.

@@ -10,7 +10,6 @@ mod cleanup;
 mod counters;
 mod dataplane;
 pub(crate) mod ear;
-pub(crate) mod ipset;
 mod ipvs;
 pub(crate) mod names;
 pub(crate) mod render;

@@ -2,7 +2,6 @@
 //!
 //! In: restore scripts, input for `ipset`, names. Out: tables and sets, or a [`Failure`]. What to write is decided elsewhere.
 
-use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,16 +9,16 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::Script;
 use super::ear::Ear;
-use super::ipset::{self, Element, Kind};
 use super::saved::Saved;
 use super::tools::{Flavour, RunError, Tools};
 use tracing::debug;
 
+use crate::ipset::{Kind, Operation, script};
 use crate::kernel::{SyncError, SyncFailure};
 
 /// How long a restore may take, besides waiting for the lock.
 const RESTORE_TIMEOUT: Duration = Duration::from_mins(2);
-pub(crate) const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
+const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
 /// What `ipset -` prints before it reads a line.
 const PROMPT: &str = "ipset> ";
 /// Lock wait, in seconds, where no configuration says otherwise.
@@ -143,20 +142,16 @@ impl<'a> Runner<'a> {
     }
 
     /// Changes sets.
-    pub(crate) async fn change_sets(&self, input: &str) -> Result<(), Failure> {
-        if !input.is_empty() {
-            self.tools.run("ipset", &["restore", "-exist"], Some(input), SAVE_TIMEOUT).await?;
+    pub(super) async fn change_sets(&self, operations: &[Operation]) -> Result<(), Failure> {
+        if !operations.is_empty() {
+            let input = script(operations);
+            self.tools.run("ipset", &["restore", "-exist"], Some(&input), SAVE_TIMEOUT).await?;
         }
         Ok(())
     }
 
-    /// What is in the sets of a kind. A set that is not there has no members.
-    pub(crate) async fn members<S: Kind>(&self) -> BTreeSet<Element<S>> {
-        ipset::parse(&self.print_sets::<S>().await, self.family)
-    }
-
     /// The sets of a kind that are there, as the tool prints them.
-    pub(crate) async fn print_sets<S: Kind>(&self) -> String {
+    pub(super) async fn print_sets<S: Kind>(&self) -> String {
         let names = self.tools.run("ipset", &["list", "-name"], None, SAVE_TIMEOUT).await.unwrap_or_default();
         let ours = S::ALL.iter().map(|set| set.name(self.family));
         // One process for all, which ends at the first set that is not there. Only ours: others' may be large.
@@ -172,7 +167,7 @@ impl<'a> Runner<'a> {
     }
 
     /// Removes the sets of a kind. One that is not there, or no tool to remove it with, is no error.
-    pub(crate) async fn destroy_sets<S: Kind>(&self) {
+    pub(super) async fn destroy_sets<S: Kind>(&self) {
         for set in S::ALL {
             let name = set.name(self.family);
             if let Err(error) = self.tools.run("ipset", &["destroy", &name], None, SAVE_TIMEOUT).await {
@@ -182,7 +177,7 @@ impl<'a> Runner<'a> {
     }
 
     /// How many members a set has, without listing them.
-    pub(crate) async fn set_size(&self, set: &str) -> Option<usize> {
+    pub(super) async fn set_size(&self, set: &str) -> Option<usize> {
         let args = ["list", "-terse", set];
         let text = self.tools.run("ipset", &args, None, SAVE_TIMEOUT).await.ok()?;
         text.lines().find_map(|line| line.strip_prefix("Number of entries: ")?.trim().parse().ok())

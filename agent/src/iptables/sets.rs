@@ -10,8 +10,8 @@ use std::net::IpAddr;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use super::ipset::{Changes, Kind};
 use super::render::{List, Refusal, Rule, commented};
+use crate::ipset::{self, Changes, Contents, Kind};
 
 /// One of our sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,7 +25,7 @@ pub(crate) enum Set {
 }
 
 /// A member of a set, as the tool prints it.
-pub(crate) type Element = super::ipset::Element<Set>;
+pub(crate) type Element = ipset::Element<Set>;
 
 /// What must change in the sets.
 pub(crate) type SetChanges = Changes<Set>;
@@ -46,10 +46,11 @@ impl Kind for Set {
         name.to_owned()
     }
 
-    fn definition(self, family: IpFamily) -> String {
-        let kind = if self == Self::ClusterIps { "hash:ip" } else { "hash:ip,port" };
-        let family_name = if family == IpFamily::IPv4 { "inet" } else { "inet6" };
-        format!("{kind} family {family_name} maxelem 1048576")
+    fn contents(self) -> Contents {
+        match self {
+            Self::Drop | Self::Reject => Contents::Frontends,
+            Self::ClusterIps => Contents::Addresses,
+        }
     }
 
     fn is_last(self) -> bool {

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::batch::Batch;
-use super::ipset::{self, Kind as _};
 use super::names::ChainName;
 use super::render::{Chains, List, Rendered, Rule, render};
 use super::saved::{Comparison, Saved, ours_in_filter, ours_in_nat};
 use super::sets::{self, Element, Set, SetChanges};
 use super::shared::{ANCHOR_CHAIN, Dispatch, DispatchTouched, Frame, JUMPS};
+use crate::ipset::{self, Kind as _};
 use crate::plan::{Changes, NodePlan, Plan, PortId, PortPlan};
 
 /// What the kernel holds of ours in one family.

@@ -173,7 +173,8 @@ impl Tools {
                 Err(RunError::Failed { .. }) if family == IpFamily::IPv4 => return Usage::Unusable,
                 saved => saved.unwrap_or_default(),
             };
-            let is_hint = |line: &str| HINT_CHAINS.iter().any(|chain| line.starts_with(&format!(":{chain} ")));
+            let is_hint =
+                |line: &str| HINT_CHAINS.iter().any(|chain| line.starts_with(&format!(":{chain} ")));
             if saved.lines().any(is_hint) {
                 return Usage::Hinted;
             }

@@ -87,7 +87,7 @@ impl Connection {
             wire::set_timeouts(to, family, flags, sequence, timeouts);
         });
         let refused = refused.map_err(|error| Error::not_told("timeouts of IPVS", &error))?;
-        let refusal = |Refused { index, errno, detail }| Refusal {
+        let refusal = |Refused { index, errno, detail, .. }| Refusal {
             index,
             what: "set the timeouts of IPVS".to_owned(),
             errno,

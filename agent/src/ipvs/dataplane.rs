@@ -24,21 +24,21 @@ use super::drain::LOOK_EVERY;
 use super::error::Error;
 use super::layout::State;
 use super::layout::frame::{FORWARD, MASQ, POST};
+use super::leave::remove_unused_device;
 use super::probe::{Missing, preflight};
 use super::server::{Timeouts, scheduler_name};
 use super::write::{Failure, Servers};
 use crate::conntrack::Target;
+use crate::ipset;
 use crate::iptables::ear::Ear;
 use crate::iptables::runner::{DEFAULT_LOCK_WAIT, Runner};
 use crate::iptables::saved::Comparison;
-use crate::iptables::{RunError, Tools, invalid_dropped};
+use crate::iptables::{Tools, invalid_dropped};
 use crate::kernel::{SyncError, Synced};
 use crate::plan::{Changes, NodePlan, Plan};
 
 /// How long packets that carry a mark may be on their way through the node.
 const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
-/// `ipset --version` does nothing else.
-const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 /// What metrics call our virtual servers.
 const TABLE: &str = "ipvs";
 
@@ -64,30 +64,36 @@ impl Dataplane {
     /// Finds out whether this node can run the mode with this scheduler; the error says everything that is missing. Works in the network
     /// namespace of this thread. Knows nothing of what is installed yet: the first [`Dataplane::sync`] reads it.
     pub async fn open(tools: Tools, families: &[IpFamily], scheduler: IpvsScheduler) -> Result<Self, String> {
-        let said = tools.run("ipset", &["--version"], None, VERSION_TIMEOUT).await;
-        let said = said.map_err(|error: RunError| error.to_string());
         let asked = families.to_vec();
-        let missing =
-            spawn_blocking(move || preflight(said, Connection::open(), scheduler_name(scheduler), &asked));
+        let missing = spawn_blocking(move || {
+            preflight(ipset::check(), Connection::open(), scheduler_name(scheduler), &asked)
+        });
         let missing = missing.await.map_err(|error| error.to_string())?;
         if !missing.is_empty() {
             let all: Vec<String> = missing.iter().map(Missing::to_string).collect();
             return Err(all.join("; "));
         }
-        Self::new(tools, families).map_err(|error| error.to_string())
-    }
-
-    /// What an earlier process has left in these families, to be removed.
-    pub fn leftover(tools: Tools, families: &[IpFamily]) -> Result<Self, Error> {
         Self::new(tools, families)
     }
 
-    fn new(tools: Tools, families: &[IpFamily]) -> Result<Self, Error> {
+    /// Leaves the node as it was before [`Dataplane::open`].
+    pub async fn discard(self) {
+        if let Ok(Err(error)) = spawn_blocking(remove_unused_device).await {
+            warn!("the device of mode ipvs stays: {error}");
+        }
+    }
+
+    /// What an earlier process has left in these families, to be removed.
+    pub fn leftover(tools: Tools, families: &[IpFamily]) -> Result<Self, String> {
+        Self::new(tools, families)
+    }
+
+    fn new(tools: Tools, families: &[IpFamily]) -> Result<Self, String> {
         Ok(Self {
             tools,
             ear: Mutex::default(),
             families: families.to_vec(),
-            servers: Servers::open()?,
+            servers: Servers::open().map_err(|error| error.to_string())?,
             states: BTreeMap::new(),
             comparisons: BTreeMap::new(),
             found: BTreeMap::new(),

@@ -280,7 +280,7 @@ fn failed(doing: &'static str, error: &SocketError) -> DeviceError {
 
 /// What was refused, unless it was not needed.
 fn refusal(changes: &[Change], refused: Refused) -> Option<Refusal> {
-    let Refused { index, errno, detail } = refused;
+    let Refused { index, errno, detail, .. } = refused;
     let change = match (changes.get(index)?, errno) {
         (Change::Remove(_), Errno::ESRCH)
         | (Change::Unbind(_), Errno::EADDRNOTAVAIL)

@@ -18,7 +18,7 @@ use super::layout::sets::{self, Element, Set};
 use super::layout::{Delta, Full};
 use super::server::{InstalledServer, Key};
 use crate::conntrack::{Frontend, NodePort, Target};
-use crate::iptables::ipset::Kind as _;
+use crate::ipset::Kind as _;
 use crate::iptables::names::ChainName;
 use crate::iptables::saved::{Comparison, Saved};
 use crate::iptables::shared::Jump;

@@ -24,10 +24,11 @@ use super::layout::sets::{self, Set};
 use super::server::{Key, Operation, RealServer};
 use super::write::{Failure, Servers};
 use crate::conntrack::{self, Endpoints, Frontend, Job, Serving};
+use crate::ipset::client::Client;
+use crate::ipset::{self, Kind as _};
 use crate::iptables::Tools;
 use crate::iptables::batch::{Script, Section};
-use crate::iptables::ipset::Kind as _;
-use crate::iptables::runner::{self, Runner, SAVE_TIMEOUT};
+use crate::iptables::runner::{self, Runner};
 use crate::kernel::SyncError;
 use crate::model::Protocol;
 use crate::userspace::shared::DRAIN;
@@ -35,27 +36,26 @@ use crate::userspace::shared::DRAIN;
 /// Of the thread: tests have a network namespace for each.
 const CONNECTIONS: &str = "/proc/thread-self/net/ip_vs_conn";
 
-/// Which of these families have anything of ours. Without the `ipset` program, none.
-pub async fn installed(tools: &Tools, families: &[IpFamily]) -> Vec<IpFamily> {
-    let names = tools.run("ipset", &["list", "-name"], None, SAVE_TIMEOUT).await.unwrap_or_default();
-    let has =
-        |family: &IpFamily| Set::ALL.iter().any(|set| names.lines().any(|name| name == set.name(*family)));
+/// Which of these families have anything of ours. A kernel without ipsets has nothing.
+pub async fn installed(families: &[IpFamily]) -> Vec<IpFamily> {
+    let Ok(mut client) = Client::open() else { return Vec::new() };
+    let names = client.names().await.unwrap_or_default();
+    let has = |family: &IpFamily| Set::ALL.iter().any(|set| names.contains(&set.name(*family)));
     families.iter().copied().filter(has).collect()
 }
 
 /// Removes everything of ours in these families, with the chains of each of these flavours. What is not there is no error.
 pub async fn cleanup(tools: &[Tools], families: &[IpFamily]) -> Result<(), SyncError> {
-    let Some(first) = tools.first() else { return Ok(()) };
-    for family in installed(first, families).await {
-        remove(first, tools, family).await.map_err(|error| error.of(family))?;
+    for family in installed(families).await {
+        remove(tools, family).await.map_err(|error| error.of(family))?;
         info!(?family, "virtual servers, routes, chains and sets of mode ipvs removed");
     }
     Ok(())
 }
 
-async fn remove(first: &Tools, flavours: &[Tools], family: IpFamily) -> Result<(), Failure> {
-    let ear = Mutex::default();
-    let keys = ours(first, family).await;
+async fn remove(flavours: &[Tools], family: IpFamily) -> Result<(), Failure> {
+    let mut sets = Client::open()?;
+    let keys = ours(&mut sets, family).await?;
     if !keys.is_empty() {
         Servers::open()?.remove(keys.into_iter().collect()).await?;
     }
@@ -63,7 +63,10 @@ async fn remove(first: &Tools, flavours: &[Tools], family: IpFamily) -> Result<(
     for tools in flavours {
         remove_from(tools, &TABLES, family).await?;
     }
-    Runner::new(first, &ear, family).destroy_sets::<Set>().await;
+    let destroy = |set: &Set| ipset::Operation::Destroy { set: set.name(family) };
+    if let Err(error) = sets.apply(Set::ALL.iter().map(destroy).collect()).await {
+        warn!(?family, "not all sets of mode ipvs are removed: {error}");
+    }
     Ok(())
 }
 
@@ -72,7 +75,14 @@ fn remove_routes(family: IpFamily) -> Result<(), DeviceError> {
     let Some(mut device) = Device::find()? else { return Ok(()) };
     let changes = plan(&device.read()?, &BTreeSet::new(), &[].into(), &[family]);
     device.apply(&changes)?;
-    if device.read()?.routes.is_empty() { device.remove() } else { Ok(()) }
+    remove_unused_device()
+}
+
+/// Removes the device if no route needs it.
+pub(super) fn remove_unused_device() -> Result<(), DeviceError> {
+    let Some(mut device) = Device::find()? else { return Ok(()) };
+    let local = device.read()?;
+    if local.routes.is_empty() && local.bound.is_empty() { device.remove() } else { Ok(()) }
 }
 
 /// Whether there are chains of ours in this flavour.
@@ -117,10 +127,9 @@ async fn remove_from(
     Ok(())
 }
 
-async fn ours(tools: &Tools, family: IpFamily) -> BTreeSet<Key> {
-    let ear = Mutex::default();
-    let members = Runner::new(tools, &ear, family).members::<Set>().await;
-    members.iter().filter_map(sets::key).collect()
+async fn ours(sets: &mut Client, family: IpFamily) -> Result<BTreeSet<Key>, ipset::Error> {
+    let members = sets.members::<Set>(family).await?;
+    Ok(members.iter().filter_map(sets::key).collect())
 }
 
 /// What leads running connections after another mode has taken over.
@@ -161,8 +170,8 @@ impl Leaving {
 
 async fn leave(tools: &Tools, family: IpFamily) -> Result<BTreeSet<Key>, Failure> {
     remove_from(tools, &["mangle", "nat"], family).await?;
-    let keys = ours(tools, family).await;
     let mut servers = Servers::open()?;
+    let keys = ours(&mut servers.sets, family).await?;
     let mut operations = Vec::new();
     for (server, reals) in servers.reals(keys.iter().copied().collect()).await? {
         for real in reals.iter().filter(|real| real.server.weight > 0) {

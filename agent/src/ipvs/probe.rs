@@ -1,7 +1,8 @@
 //! Whether this node can run mode ipvs, and if not, everything that it lacks.
 //!
-//! In: the kernel, asked by [`Kernel`], and what `ipset --version` says. Out: what is [`Missing`]; nothing if the node can. The
-//! kernel is left as it was. Each thing is tried for itself, so that one message names all that has to be done.
+//! In: the kernel, asked by [`Kernel`], and whether it has ipsets. Out: what is [`Missing`]; nothing if the node can. Then the
+//! device is there, which is needed next; otherwise the kernel is left as it was. Each thing is tried for itself, so that one
+//! message names all that has to be done.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -12,6 +13,7 @@ use super::Error;
 use super::client::Connection;
 use super::device::{Device, DeviceError};
 use super::server::{Key, Operation, Settings, VirtualServer};
+use crate::ipset;
 use crate::model::Protocol;
 
 /// Of the addresses that are reserved for documentation; kube-proxy takes the first.
@@ -20,16 +22,12 @@ const PROBE: [(IpFamily, IpAddr); 2] = [
     (IpFamily::IPv6, IpAddr::V6(std::net::Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0x5c64, 0))),
 ];
 const PROBE_PORT: u16 = 20_000;
-/// Of ipset: older ones lack types of sets.
-const OLDEST_IPSET: u32 = 6;
 
 /// Something that the node lacks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// The `ipset` program does not run.
-    Ipset(String),
-    /// It is too old, or says something else.
-    IpsetVersion(String),
+    /// ipsets.
+    Ipset(ipset::Error),
     /// IPVS does not list its virtual servers.
     Ipvs(Error),
     /// A virtual server with this scheduler cannot be added.
@@ -52,10 +50,7 @@ pub enum Missing {
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Ipset(error) => write!(f, "ipset does not run: {error}"),
-            Self::IpsetVersion(said) => {
-                write!(f, "ipset {OLDEST_IPSET}.0 or later is needed, this one says {said:?}")
-            }
+            Self::Ipset(error) => error.fmt(f),
             Self::Ipvs(error) => write!(f, "IPVS: {error}"),
             Self::Scheduler { family, name, error } => {
                 write!(
@@ -78,8 +73,10 @@ pub trait Kernel {
     fn servers(&mut self) -> Result<Vec<VirtualServer>, Error>;
     /// Makes a change.
     fn apply(&mut self, operation: Operation) -> Result<(), Error>;
-    /// Makes the device of the mode, if it is not there, and removes it again.
-    fn try_device(&mut self) -> Result<(), DeviceError>;
+    /// Makes the device of the mode; whether it was not there.
+    fn make_device(&mut self) -> Result<bool, DeviceError>;
+    /// Removes the device. The kernel takes a while for that.
+    fn remove_device(&mut self) -> Result<(), DeviceError>;
 }
 
 impl Kernel for Connection {
@@ -91,40 +88,41 @@ impl Kernel for Connection {
         Self::apply(self, &[operation])
     }
 
-    fn try_device(&mut self) -> Result<(), DeviceError> {
-        if Device::find()?.is_some() { Ok(()) } else { Device::open()?.remove() }
+    fn make_device(&mut self) -> Result<bool, DeviceError> {
+        let there = Device::find()?.is_some();
+        Device::open().map(|_| !there)
+    }
+
+    fn remove_device(&mut self) -> Result<(), DeviceError> {
+        Device::find()?.map_or(Ok(()), Device::remove)
     }
 }
 
-/// What the node lacks. `ipset` is what `ipset --version` has printed, or why it has not run; `kernel` may be an error, too.
+/// What the node lacks. `ipset` and `kernel` may be the reason why there is none.
 pub fn preflight<K: Kernel>(
-    ipset: Result<String, String>,
+    ipset: Result<(), ipset::Error>,
     kernel: Result<K, Error>,
     scheduler: &str,
     families: &[IpFamily],
 ) -> Vec<Missing> {
-    let mut missing = Vec::new();
-    missing.extend(match ipset {
-        Ok(said) if ipset_version(&said).is_some_and(|version| version >= OLDEST_IPSET) => None,
-        Ok(said) => Some(Missing::IpsetVersion(said.trim().to_owned())),
-        Err(error) => Some(Missing::Ipset(error)),
-    });
+    let mut missing = Vec::from_iter(ipset.err().map(Missing::Ipset));
     match kernel {
         Ok(mut kernel) => {
             missing.extend(
                 families.iter().filter_map(|family| try_server(&mut kernel, scheduler, *family).err()),
             );
-            missing.extend(kernel.try_device().err().map(Missing::Device));
+            match kernel.make_device() {
+                Ok(true) if !missing.is_empty() => {
+                    missing.extend(kernel.remove_device().err().map(Missing::Device));
+                }
+                Ok(_) => {}
+                Err(error) => missing.push(Missing::Device(error)),
+            }
         }
         Err(error) => missing.push(Missing::Ipvs(error)),
     }
     missing.dedup();
     missing
-}
-
-/// The first number of `ipset v7.17, protocol version: 7`.
-fn ipset_version(said: &str) -> Option<u32> {
-    said.split_whitespace().find_map(|word| word.strip_prefix('v')?.split(['.', ',']).next()?.parse().ok())
 }
 
 /// Adds a virtual server, looks for it, and removes it; not if there is one with this scheduler already.
@@ -159,6 +157,7 @@ mod tests {
     #[derive(Default)]
     struct Fake {
         servers: Vec<VirtualServer>,
+        device: bool,
         /// What does not work.
         broken: &'static [&'static str],
         done: Vec<String>,
@@ -195,17 +194,25 @@ mod tests {
             Ok(())
         }
 
-        fn try_device(&mut self) -> Result<(), DeviceError> {
-            if self.lacks("dummy") { Err(DeviceError::NoDummy) } else { Ok(()) }
+        fn make_device(&mut self) -> Result<bool, DeviceError> {
+            if self.lacks("dummy") {
+                Err(DeviceError::NoDummy)
+            } else {
+                Ok(!std::mem::replace(&mut self.device, true))
+            }
+        }
+
+        fn remove_device(&mut self) -> Result<(), DeviceError> {
+            self.device = false;
+            Ok(())
         }
     }
 
-    fn run(ipset: Result<&str, &str>, kernel: &mut Fake) -> Vec<String> {
-        let ipset = ipset.map(str::to_owned).map_err(str::to_owned);
+    fn run(ipset: Result<(), ipset::Error>, kernel: &mut Fake) -> Vec<String> {
         preflight(ipset, Ok(kernel), "wrr", &V4).iter().map(ToString::to_string).collect()
     }
 
-    const IPSET: Result<&str, &str> = Ok("ipset v7.17, protocol version: 7\n");
+    const IPSET: Result<(), ipset::Error> = Ok(());
 
     #[test]
     fn ipvs_probe_1_to_6() {
@@ -214,10 +221,15 @@ mod tests {
         let probe = "the virtual server 198.51.100.0:20000/tcp";
         assert_eq!(kernel.done, [format!("add {probe}"), format!("remove {probe}")]);
         assert_eq!(kernel.servers, [], "nothing is left");
+        assert!(kernel.device, "but what is needed next");
         for (name, ipset, mut kernel, expected) in [
-            ("2 ipset fails", Err("not found"), Fake::default(), "ipset does not run: not found"),
-            ("3 old ipset", Ok("ipset v4.5, protocol version 4."), Fake::default(), "ipset 6.0 or later"),
-            ("3 no version", Ok("usage"), Fake::default(), "ipset 6.0 or later"),
+            (
+                "2 no ipset",
+                Err(ipset::Error::NoIpsets(Errno::EINVAL)),
+                Fake::default(),
+                "kernel module ip_set",
+            ),
+            ("3 old ipset", Err(ipset::Error::TooOld(5)), Fake::default(), "protocol 5, and 6 is needed"),
             ("4 no list", IPSET, Fake::without(&["list"]), "NET_ADMIN"),
             ("5 no add", IPSET, Fake::without(&["add"]), "ip_vs_wrr"),
             ("6 no removal", IPSET, Fake::without(&["remove"]), "cannot be removed again"),
@@ -227,15 +239,16 @@ mod tests {
             let missing = run(ipset, &mut kernel);
             assert_eq!(missing.len(), 1, "{name}: {missing:?}");
             assert!(missing[0].contains(expected), "{name}: {missing:?}");
+            assert!(!kernel.device, "{name}: left as it was");
         }
     }
 
     #[test]
     fn ipvs_everything_that_is_missing_is_named_at_once() {
         let mut kernel = Fake::without(&["add", "dummy"]);
-        let missing = run(Err("not found"), &mut kernel);
+        let missing = run(Err(ipset::Error::TooOld(5)), &mut kernel);
         assert_eq!(missing.len(), 3, "{missing:?}");
-        let missing = preflight::<&mut Fake>(Err("not found".to_owned()), Err(Error::NoIpvs), "rr", &V4);
+        let missing = preflight::<&mut Fake>(Err(ipset::Error::TooOld(5)), Err(Error::NoIpvs), "rr", &V4);
         assert!(missing.contains(&Missing::Ipvs(Error::NoIpvs)) && missing.len() == 2, "{missing:?}");
     }
 
@@ -247,7 +260,7 @@ mod tests {
         assert_eq!(run(IPSET, &mut kernel), Vec::<String>::new());
         assert_eq!(kernel.done, Vec::<String>::new());
         // In another family it may be missing all the same.
-        let missing = preflight(Ok(IPSET.unwrap().to_owned()), Ok(&mut kernel), "wrr", &[IpFamily::IPv6]);
+        let missing = preflight(IPSET, Ok(&mut kernel), "wrr", &[IpFamily::IPv6]);
         assert_eq!((missing, kernel.done.len()), (Vec::new(), 2));
     }
 }

@@ -21,6 +21,7 @@ use super::layout::frame::{NEAR, TABLES};
 use super::layout::port::Server;
 use super::layout::sets::{Set, SetChanges};
 use super::server::{InstalledReal, Key, Operation, RealServer, VirtualServer};
+use crate::ipset;
 use crate::iptables::batch::{Script, Section};
 use crate::iptables::runner::{self, Runner};
 use crate::kernel::{SyncError, SyncFailure};
@@ -28,9 +29,12 @@ use crate::kernel::{SyncError, SyncFailure};
 /// Why a family was not written or read.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
-    /// Rules or sets.
+    /// Rules.
     #[error(transparent)]
     Tools(#[from] runner::Failure),
+    /// Sets.
+    #[error(transparent)]
+    Sets(#[from] ipset::Error),
     /// Virtual servers.
     #[error(transparent)]
     Ipvs(#[from] Error),
@@ -44,25 +48,26 @@ impl Failure {
     pub(super) fn of(self, family: IpFamily) -> SyncError {
         let failure = match &self {
             Self::Tools(failure) => return runner::failure(family, failure),
-            Self::Ipvs(Error::Refused(_)) | Self::Device(DeviceError::Refused(_)) => {
-                SyncFailure::RestoreFailed
-            }
-            Self::Ipvs(_) | Self::Device(_) => SyncFailure::SyncFailed,
+            Self::Sets(ipset::Error::Refused(_))
+            | Self::Ipvs(Error::Refused(_))
+            | Self::Device(DeviceError::Refused(_)) => SyncFailure::RestoreFailed,
+            Self::Sets(_) | Self::Ipvs(_) | Self::Device(_) => SyncFailure::SyncFailed,
         };
         SyncError { family, failure, message: self.to_string() }
     }
 }
 
-/// Virtual servers in the kernel.
+/// Virtual servers in the kernel, and the sets that say which are ours.
 pub(super) struct Servers {
     client: Client,
+    pub(super) sets: ipset::client::Client,
     /// Real servers that are leaving.
     pub(super) drain: Drain,
 }
 
 impl Servers {
-    pub(super) fn open() -> Result<Self, Error> {
-        Ok(Self { client: Client::open()?, drain: Drain::default() })
+    pub(super) fn open() -> Result<Self, Failure> {
+        Ok(Self { client: Client::open()?, sets: ipset::client::Client::open()?, drain: Drain::default() })
     }
 
     /// A connection to ask for more.
@@ -74,7 +79,7 @@ impl Servers {
     pub(super) async fn read(&mut self, runner: &Runner<'_>) -> Result<Installed, Failure> {
         let family = runner.family();
         let tables = runner.read_each(TABLES).await?;
-        let members = runner.members::<Set>().await;
+        let members = self.sets.members::<Set>(family).await?;
         let servers = self.client.read(family).await?.into_iter();
         let servers = servers.map(|server| (server.server.key, server)).collect();
         Ok(Installed { tables, members, servers, local: local().await? })
@@ -91,8 +96,9 @@ impl Servers {
         let Work { delta, stale, jumps, local, absent } = work;
         let sets = delta.sets;
         // Rules that are written anew must find their sets.
-        let anew = local.is_some();
-        runner.change_sets(&sets.before(family, anew)).await?;
+        let mut operations = if local.is_some() { SetChanges::create(family) } else { Vec::new() };
+        operations.extend(sets.before(family));
+        self.sets.apply(operations).await?;
         let mut script = Script::default();
         let tables = TABLES.into_iter().zip(delta.chains).zip(&stale);
         for ((table, chains), stale) in tables {
@@ -127,7 +133,7 @@ impl Servers {
             None => follow(&sets, sources.get(&family).copied()).await?,
         };
         written += self.remove(gone).await?;
-        runner.change_sets(&sets.after(family)).await?;
+        self.sets.apply(sets.after(family)).await?;
         Ok(written)
     }
 

@@ -79,6 +79,8 @@ impl SocketError {
 pub struct Refused {
     /// Its place in the batch.
     pub index: usize,
+    /// The kernel's error as a positive number; some subsystems have numbers of their own.
+    pub code: i32,
     /// The kernel's error.
     pub errno: Errno,
     /// What it says about that.
@@ -240,7 +242,7 @@ impl Socket {
                 if let SocketError::Refused { errno, detail } = refused(code, message.explained, rest)
                     && code != 0
                 {
-                    all.push(Refused { index: begin + offset, errno, detail });
+                    all.push(Refused { index: begin + offset, code: code.saturating_neg(), errno, detail });
                 }
                 if offset + 1 == size {
                     return Ok(());

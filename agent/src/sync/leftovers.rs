@@ -73,8 +73,7 @@ pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
 async fn ipvs_leftovers(dataplane: &Dataplane, flavours: &[Tools]) -> Vec<Dataplane> {
     let own = if let Dataplane::Ipvs(own) = dataplane { Some(own) } else { None };
     let (mut left, mut without) = (Vec::new(), None);
-    let Some(first) = flavours.first() else { return Vec::new() };
-    let installed = ipvs::installed(first, &BOTH).await;
+    let installed = ipvs::installed(&BOTH).await;
     for tools in flavours {
         let (mut there, mut rest) = (Vec::new(), Vec::new());
         for family in installed.iter().copied() {

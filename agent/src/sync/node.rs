@@ -298,7 +298,10 @@ impl Node {
                 // Connections that are not tracked are not masqueraded, and could not go on in another mode.
                 let applied = self.sysctls.prepare_ipvs(Machine::this());
                 match applied.failed.iter().find(|failed| failed.write.setting == Setting::IpvsConntrack) {
-                    Some(failed) => Err(unsupported(failed.to_string())),
+                    Some(failed) => {
+                        opened.discard().await;
+                        Err(unsupported(failed.to_string()))
+                    }
                     None => Ok(Dataplane::Ipvs(Box::new(opened))),
                 }
             }

@@ -155,6 +155,57 @@ impl Traffic {
     }
 }
 
+/// Sets are written by netlink; an administrator looks at them with the tool.
+#[test]
+fn the_tool_shows_the_sets_as_they_are_meant() {
+    at_node(|lab| {
+        let mut world = loaded(open());
+        world.service(
+            "guarded",
+            json!({
+                "type": "LoadBalancer",
+                "clusterIPs": ["172.30.0.81", "fd00:ac:1e::51"],
+                "externalTrafficPolicy": "Local",
+                "healthCheckNodePort": 30099,
+                "loadBalancerSourceRanges": ["203.0.113.0/24", "198.51.100.7/32", "2001:db8::/64"],
+                "ports": [
+                    {"name": "web", "protocol": "TCP", "port": 443, "nodePort": 30443},
+                    {"name": "diameter", "protocol": "SCTP", "port": 3868, "nodePort": 30081},
+                ],
+                "status": {"loadBalancer": {"ingress": [{"ip": "1.2.3.4"}, {"ip": "2001:db8:1::4"}]}},
+            }),
+        );
+        world.endpoints("guarded", &["a"]);
+        world.settle();
+        assert_eq!(world.differences(), Vec::<String>::new());
+        let saved = lab.node("ipset save");
+        for member in [
+            "INTERNAL 172.30.0.80,tcp:80",
+            "INTERNAL 172.30.0.80,udp:53",
+            "6-INTERNAL fd00:ac:1e::51,sctp:3868",
+            "ADDRESSES 172.30.0.81",
+            "6-ADDRESSES fd00:ac:1e::51",
+            "HEALTH 30099",
+            "GUARDED 1.2.3.4,tcp:443",
+            "ALLOWED 1.2.3.4,tcp:443,203.0.113.0/24",
+            "ALLOWED 1.2.3.4,tcp:443,198.51.100.7",
+            "6-ALLOWED 2001:db8:1::4,tcp:443,2001:db8::/64",
+        ] {
+            assert!(
+                saved.lines().any(|line| line == format!("add POINTSMAN-IPVS-{member}")),
+                "{member} in {saved}"
+            );
+        }
+        for definition in [
+            "create POINTSMAN-IPVS-ALLOWED hash:ip,port,net family inet ",
+            "create POINTSMAN-IPVS-6-LOOPS hash:ip,port,ip family inet6 ",
+            "create POINTSMAN-IPVS-HEALTH bitmap:port range 0-65535",
+        ] {
+            assert!(saved.lines().any(|line| line.starts_with(definition)), "{definition} in {saved}");
+        }
+    });
+}
+
 #[test]
 fn ipvs_a_restart_finds_everything_in_place_and_writes_nothing() {
     at_node(|lab| {

@@ -2,17 +2,14 @@
 
 use std::path::Path;
 
-use pointsman_agent::iptables::{Flavour, Tools};
+use pointsman_agent::ipset;
 use pointsman_agent::ipvs::client::Connection;
 use pointsman_agent::ipvs::device::Device;
 use pointsman_agent::ipvs::probe::{Missing, preflight};
 use pointsman_agent::sysctl::{self, Applied, Machine, Setting, Sysctls};
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::IptablesBackend;
 
 use crate::isolated;
-use crate::support::lab::shell;
-use crate::support::world::block_on;
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
@@ -20,12 +17,12 @@ const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 fn a_node_that_can_lacks_nothing_and_is_left_as_it_was() {
     isolated(|| {
         for scheduler in ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh"] {
-            let ipset = Ok(shell("ipset --version"));
-            assert_eq!(preflight(ipset, Connection::open(), scheduler, &BOTH), [], "{scheduler}");
+            assert_eq!(preflight(ipset::check(), Connection::open(), scheduler, &BOTH), [], "{scheduler}");
         }
         assert_eq!(Connection::open().unwrap().read(&BOTH).unwrap(), []);
+        Device::find().unwrap().expect("it is needed next").remove().unwrap();
+        let missing = preflight(ipset::check(), Connection::open(), "none-such", &BOTH);
         assert!(Device::find().unwrap().is_none());
-        let missing = preflight(Ok(shell("ipset --version")), Connection::open(), "none-such", &BOTH);
         assert_eq!(missing.len(), 2, "{missing:?}");
         assert!(matches!(&missing[0], Missing::Scheduler { name, .. } if name == "none-such"));
         assert!(missing[0].to_string().contains("ip_vs_none-such"), "{}", missing[0]);
@@ -51,14 +48,5 @@ fn settings_are_written_before_the_first_virtual_server() {
         }
         assert!(now.contains_key(&Setting::IpvsConnReuseMode), "{now:?}");
         assert_eq!(sysctls.prepare_ipvs(machine), Applied::default());
-    });
-}
-
-#[test]
-fn the_flavour_is_one_that_the_kernel_has() {
-    isolated(|| {
-        // Both tools are installed, and this kernel has no nftables.
-        let tools = block_on(Tools::detect(IptablesBackend::Auto)).unwrap();
-        assert_eq!(tools.flavour(), Flavour::Legacy, "{}", tools.version());
     });
 }

@@ -389,6 +389,30 @@ fn a_held_lock_and_a_missing_tool_are_told_apart() {
     assert!(error.to_string().contains("install iptables"), "{error}");
 }
 
+#[test]
+fn a_flavour_that_the_kernel_does_not_have_is_not_taken() {
+    let directory = std::env::temp_dir().join(format!("pointsman-flavours-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    for (name, script) in [
+        ("iptables-nft", "echo 'iptables v1.8.9 (nf_tables)'"),
+        (
+            "iptables-nft-save",
+            "echo 'Could not fetch rule set generation id: Protocol not supported' >&2; exit 4",
+        ),
+        ("iptables-legacy", "echo 'iptables v1.8.9 (legacy)'"),
+        ("iptables-legacy-save", ""),
+        ("ip6tables-legacy-save", ""),
+    ] {
+        let path = directory.join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let options = Options { directory: Some(directory.clone()), ..Options::default() };
+    let found = block_on(Tools::detect_with(IptablesBackend::Auto, options)).unwrap();
+    std::fs::remove_dir_all(&directory).unwrap();
+    assert_eq!(found.flavour(), Flavour::Legacy);
+}
+
 // ids: REG-109811
 #[test]
 fn the_flavour_is_the_one_that_kubelet_uses() {

@@ -13,6 +13,7 @@ use tokio::task::{block_in_place, spawn_blocking};
 use tokio::time::sleep;
 
 use super::lab::{Lab, NODE_ADDRESS};
+use super::meter::Meter;
 use super::objects::{ENDPOINT_PORT, Numbered, PORT, Size, Writer, added_ip, plain};
 use super::program::{Kind, Program, Setup};
 use super::report::{Measured, Value, percentile};
@@ -84,6 +85,7 @@ impl<'a> Run<'a> {
         lab.renew_node().await?;
         let mut rows = Measured::default();
         let unused = self.direct_latency()?;
+        self.measure_nothing(lab, &mut rows).await?;
         let state = self.setup.dir.join(format!("{}-{}", self.kind, self.size.key()));
         let program =
             self.setup.start(lab, self.kind, &format!("{}-{}-cold", self.kind, self.size.key()), &state)?;
@@ -107,17 +109,33 @@ impl<'a> Run<'a> {
         self.series(program, rows).await?;
         settle(program, REST).await?;
         let cpu = program.meter().cpu()?;
-        let idle = self.effort.idle;
-        sleep(idle).await;
-        let minute = idle == Effort::FULL.idle;
-        rows.time(
-            if minute { "CPU of an idle minute" } else { "CPU of ten idle seconds" },
-            program.meter().since(cpu)?,
-        );
+        sleep(self.effort.idle).await;
+        rows.time(self.idle_row(true), program.meter().since(cpu)?);
         rows.add("memory of its process", Value::Bytes(program.memory()?));
         rows.add("peak memory with children", Value::Bytes(program.meter().peak_allocated()));
         rows.add("peak memory with children and kernel", Value::Bytes(program.meter().peak_memory()?));
         Ok(())
+    }
+
+    /// The kernel in which all of it runs, where its time is counted, too.
+    async fn measure_nothing(&self, lab: &Lab, rows: &mut Measured) -> Result<()> {
+        if lab.processor().is_none() {
+            return Ok(());
+        }
+        let meter = Meter::new(&format!("{}-{}-nothing", self.kind, self.size.key()), lab.processor())?;
+        let cpu = meter.cpu()?;
+        sleep(self.effort.idle).await;
+        rows.time(self.idle_row(false), meter.since(cpu)?);
+        Ok(())
+    }
+
+    fn idle_row(&self, program: bool) -> &'static str {
+        match (self.effort.idle == Effort::FULL.idle, program) {
+            (true, true) => "CPU of an idle minute",
+            (true, false) => "CPU of an idle minute without a program",
+            (false, true) => "CPU of ten idle seconds",
+            (false, false) => "CPU of ten idle seconds without a program",
+        }
     }
 
     /// From nothing to answers from the last Service and from fifty spread over all.

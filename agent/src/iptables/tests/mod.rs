@@ -116,7 +116,7 @@ fn read(tables: &Tables, family: IpFamily) -> Read {
     Read {
         nat: Saved::parse(tables.save("nat")),
         filter: Saved::parse(tables.save("filter")),
-        members: super::ipset::parse(&tables.save_sets(), family),
+        members: crate::ipset::parse(&tables.save_sets(), family),
     }
 }
 
@@ -133,11 +133,11 @@ fn write(
             other.map_or(Ok(()), Err)
         }
     };
-    run(tables, &|tables| tables.restore_sets(&batch.sets.before(family, false)))?;
+    run(tables, &|tables| tables.change_sets(&batch.sets.before(family)))?;
     for script in batch.scripts(Flavour::Nft) {
         run(tables, &|tables| tables.restore(&script.text).unwrap())?;
     }
-    run(tables, &|tables| tables.restore_sets(&batch.sets.after(family)))
+    run(tables, &|tables| tables.change_sets(&batch.sets.after(family)))
 }
 
 fn settle(
@@ -158,7 +158,7 @@ fn adopt(
     luck: &mut dyn FnMut() -> Option<Luck>,
 ) -> Result<State, Luck> {
     if use_sets {
-        tables.restore_sets(&super::sets::SetChanges::default().before(family, true));
+        tables.change_sets(&super::sets::SetChanges::create(family));
     }
     let found = read(tables, family);
     let accepted = found.nat.marks("KUBE-MARK-MASQ") | found.nat.marks("KUBE-POSTROUTING");

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 
+use crate::ipset::Operation;
 use crate::iptables::saved::target;
 use crate::plan::{Hop, Packet, Verdict};
 
@@ -67,22 +68,20 @@ impl Tables {
         text
     }
 
-    /// What `ipset restore -exist` does.
-    pub fn restore_sets(&mut self, script: &str) {
-        for line in script.lines() {
-            let words: Vec<&str> = line.split(' ').collect();
-            match words[0] {
-                "create" => {
-                    self.sets.entry(words[1].to_owned()).or_default();
+    /// Changes sets, more strictly than the kernel: nothing is added twice, and only what is there is removed.
+    pub fn change_sets(&mut self, operations: &[Operation]) {
+        for operation in operations {
+            match operation {
+                Operation::Create { set, .. } => drop(self.sets.entry(set.clone()).or_default()),
+                Operation::Add { set, member } => {
+                    let added = self.sets.get_mut(set).unwrap().insert(member.clone());
+                    assert!(added, "{operation}: it is there");
                 }
-                "add" => assert!(
-                    self.sets.get_mut(words[1]).unwrap().insert(words[2].to_owned()),
-                    "{line}: it is there"
-                ),
-                "del" => {
-                    assert!(self.sets.get_mut(words[1]).unwrap().remove(words[2]), "{line}: it is not there");
+                Operation::Remove { set, member } => {
+                    let removed = self.sets.get_mut(set).unwrap().remove(member);
+                    assert!(removed, "{operation}: it is not there");
                 }
-                other => panic!("{other}"),
+                Operation::Destroy { .. } => panic!("{operation}"),
             }
         }
     }

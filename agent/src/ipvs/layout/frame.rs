@@ -16,7 +16,7 @@
 use pointsman_crds::proxy_node_status::IpFamily;
 
 use super::sets::Set;
-use crate::iptables::ipset::Kind as _;
+use crate::ipset::Kind as _;
 use crate::iptables::names::{ChainName, NEAR_ENDPOINT, NEAR_PORT};
 use crate::iptables::render::{Chains, Rule, from_local_pods};
 use crate::iptables::shared::{Jump, forward, postrouting};

@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
-use crate::iptables::ipset::{self, Kind};
+use crate::ipset::{self, Contents, Kind};
 use crate::ipvs::server::Key;
 use crate::model::Protocol;
 
@@ -76,18 +76,16 @@ impl Kind for Set {
         format!("POINTSMAN-IPVS-{family}{name}")
     }
 
-    fn definition(self, family: IpFamily) -> String {
-        let kind = match self {
+    fn contents(self) -> Contents {
+        match self {
             Self::Internal | Self::External | Self::Policy | Self::Drop | Self::Away | Self::Guarded => {
-                "hash:ip,port"
+                Contents::Frontends
             }
-            Self::Allowed => "hash:ip,port,net",
-            Self::Loops => "hash:ip,port,ip",
-            Self::Addresses => "hash:ip",
-            Self::Health => return "bitmap:port range 0-65535".to_owned(),
-        };
-        let family = if family == IpFamily::IPv4 { "inet" } else { "inet6" };
-        format!("{kind} family {family} maxelem 1048576")
+            Self::Allowed => Contents::FrontendsAndNetworks,
+            Self::Loops => Contents::FrontendsAndAddresses,
+            Self::Addresses => Contents::Addresses,
+            Self::Health => Contents::Ports,
+        }
     }
 
     fn is_last(self) -> bool {

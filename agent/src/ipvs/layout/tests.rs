@@ -11,7 +11,7 @@ use super::frame::{JUMPS, NEAR, TABLES};
 use super::port::Server;
 use super::sets::{self, Element, Set};
 use super::{Delta, Full, State};
-use crate::iptables::ipset::Kind as _;
+use crate::ipset::Kind as _;
 use crate::iptables::names::ChainName;
 use crate::iptables::tests::tables::{End, Tables};
 use crate::ipvs::server::Key;
@@ -32,7 +32,7 @@ struct Kernel {
 impl Kernel {
     fn new(family: IpFamily) -> Self {
         let mut tables = Tables::new();
-        tables.restore_sets(&sets::SetChanges::default().before(family, true));
+        tables.change_sets(&sets::SetChanges::create(family));
         tables.table("nat").insert(NEAR.to_owned(), Vec::new());
         for jump in JUMPS {
             let from = tables.table(jump.table).get_mut(jump.from).unwrap();
@@ -42,7 +42,7 @@ impl Kernel {
     }
 
     fn apply(&mut self, delta: &Delta) {
-        self.tables.restore_sets(&delta.sets.before(self.family, false));
+        self.tables.change_sets(&delta.sets.before(self.family));
         for (table, chains) in TABLES.iter().zip(&delta.chains) {
             for (name, rules) in chains {
                 self.tables.table(table).insert(name.to_string(), rules.clone());
@@ -62,12 +62,12 @@ impl Kernel {
                 None => drop(self.servers.remove(key).expect("removed servers are there")),
             }
         }
-        self.tables.restore_sets(&delta.sets.after(self.family));
+        self.tables.change_sets(&delta.sets.after(self.family));
     }
 
     /// In the form in which a plan asks for it.
     fn full(&mut self) -> Full {
-        let members = crate::iptables::ipset::parse(&self.tables.save_sets(), self.family);
+        let members = crate::ipset::parse(&self.tables.save_sets(), self.family);
         let near = self.tables.table("nat")[NEAR].iter().cloned().collect();
         let chains = TABLES.map(|table| {
             let ours = self
