@@ -98,7 +98,10 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let mut interrupt = signal(SignalKind::interrupt()).map_err(RunError::Signals)?;
     info!(version = env!("CARGO_PKG_VERSION"), node = options.node, "pointsman-agent starts");
     let metrics = Arc::new(Metrics::default());
-    let client = options.access.client(metrics.client.clone()).await?;
+    // A program takes a while to start, and so does finding an API server.
+    let (client, identity) =
+        tokio::join!(options.access.client(metrics.client.clone()), identity(options.flags()));
+    let (client, identity) = (client?, Arc::new(identity));
 
     let checkpoint = Checkpoint::new(&options.state_directory);
     let kept = checkpoint.load().unwrap_or_else(|error| {
@@ -110,7 +113,6 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let eligibility = watch::Sender::new(NodeEligibility::default());
     let listeners = watch::Sender::new(Listeners::new());
     let pulse = Arc::new(Pulse::default());
-    let identity = Arc::new(identity(options.flags()).await);
     let (inputs, queue) = mpsc::channel(sync::QUEUE);
     let checks = Checks::default();
     let objects = Objects::start(client.clone(), &options.node);
