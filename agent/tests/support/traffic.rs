@@ -2,7 +2,7 @@
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -196,15 +196,20 @@ pub async fn ask_with(
 /// IPVS a new connection of a client that has affinity (`is_new_conn_expected` in the kernel's `ip_vs_core.c`). Below those that the
 /// kernel gives out, and those of servers.
 fn fresh_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    10_000 + NEXT.fetch_add(1, Ordering::Relaxed) % 20_000
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    next_port(&NEXT, 20_000)
 }
 
-/// A socket with such a port; the next if an earlier turn has left it in use.
+fn next_port(next: &AtomicU32, count: u32) -> u16 {
+    u16::try_from(10_000 + next.fetch_add(1, Ordering::Relaxed) % count).unwrap()
+}
+
+/// A socket with such a port; the next if it is in use. Some tests make more connections than there are ports for UDP.
 fn fresh_socket(from: IpAddr) -> io::Result<TcpSocket> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let socket = if from.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        match socket.bind(SocketAddr::new(from, fresh_port())) {
+        match socket.bind(SocketAddr::new(from, next_port(&NEXT, 55_000))) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             bound => return bound.map(|()| socket),
         }
