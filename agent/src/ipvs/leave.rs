@@ -78,11 +78,10 @@ fn remove_routes(family: IpFamily) -> Result<(), DeviceError> {
     remove_unused_device()
 }
 
-/// Removes the device if no route needs it.
+/// Removes the device if no route needs it. What kube-proxy has bound to it has one, our own anchor does not count.
 pub(super) fn remove_unused_device() -> Result<(), DeviceError> {
     let Some(mut device) = Device::find()? else { return Ok(()) };
-    let local = device.read()?;
-    if local.routes.is_empty() && local.bound.is_empty() { device.remove() } else { Ok(()) }
+    if device.read()?.routes.is_empty() { device.remove() } else { Ok(()) }
 }
 
 /// Whether there are chains of ours in this flavour.

@@ -534,6 +534,10 @@ EOF
         let left = lab.node("ipset list -name; iptables-legacy-save; ip addr show kube-ipvs0");
         assert!(!left.contains("KUBE-") && !left.contains("172.30.0"), "{left}");
         assert!(left.contains("OTHER"), "{left}");
+        // The anchor that kube-proxy's addresses have left on the device does not keep it.
+        block_on(ipvs::cleanup(&[tools()], &FAMILIES)).unwrap();
+        let left = lab.node("ip link");
+        assert!(!left.contains("kube-ipvs0"), "{left}");
     });
 }
 
