@@ -13,7 +13,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 use thiserror::Error;
 use tokio::task::JoinError;
 
-use super::{Element, Kind, Member, Operation, wire};
+use super::{Element, Kind, Operation, wire};
 use crate::netlink::socket::{explained, summary};
 use crate::netlink::{OffThread, Refused, Socket, SocketError, WireError};
 
@@ -175,10 +175,9 @@ impl Connection {
     /// Makes these changes, in order, each for itself: those that are not among the refusals are made. An error that is not a
     /// refusal leaves it open which were.
     pub(crate) fn apply(&mut self, operations: &[Operation]) -> Result<(), Error> {
-        let members: Vec<Member> = operations.iter().map(member).collect();
         let refused = self.socket.change(operations.len(), |index, flags, sequence, to| {
-            if let (Some(operation), Some(member)) = (operations.get(index), members.get(index)) {
-                wire::operation(to, flags, sequence, operation, member);
+            if let Some(operation) = operations.get(index) {
+                wire::operation(to, flags, sequence, operation);
             }
         });
         let refused = refused.map_err(|error| Error::asking(&error))?;
@@ -224,16 +223,6 @@ impl Connection {
         });
         listed.map_err(|error| Error::asking(&error))?.map_err(Error::Wire)?;
         Ok(names)
-    }
-}
-
-/// The member that an operation is about. The kernel refuses one without anything in it.
-fn member(operation: &Operation) -> Member {
-    match operation {
-        Operation::Add { member, .. } | Operation::Remove { member, .. } => {
-            Member::parse(member).unwrap_or_default()
-        }
-        Operation::Create { .. } | Operation::Destroy { .. } => Member::default(),
     }
 }
 

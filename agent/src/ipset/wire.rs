@@ -73,7 +73,8 @@ pub(super) fn list_members(sequence: u32, set: &str) -> Vec<u8> {
 }
 
 /// Makes a change. Without `NLM_F_EXCL`, what is there already is no error.
-pub(super) fn operation(to: &mut Encoder, flags: u16, sequence: u32, operation: &Operation, member: &Member) {
+/// The kernel refuses a member without anything in it, which is what one that cannot be read becomes.
+pub(super) fn operation(to: &mut Encoder, flags: u16, sequence: u32, operation: &Operation) {
     match operation {
         Operation::Create { set, contents, family } => message(to, CREATE, flags, sequence, |to| {
             to.string(ATTR_NAME, set);
@@ -95,14 +96,13 @@ pub(super) fn operation(to: &mut Encoder, flags: u16, sequence: u32, operation: 
                 }
             });
         }),
-        Operation::Add { set, .. } => message(to, ADD, flags, sequence, |to| {
-            to.string(ATTR_NAME, set);
-            to.nested(ATTR_DATA, |to| write_member(to, member));
-        }),
-        Operation::Remove { set, .. } => message(to, DELETE, flags, sequence, |to| {
-            to.string(ATTR_NAME, set);
-            to.nested(ATTR_DATA, |to| write_member(to, member));
-        }),
+        Operation::Add { set, member } | Operation::Remove { set, member } => {
+            let command = if matches!(operation, Operation::Add { .. }) { ADD } else { DELETE };
+            message(to, command, flags, sequence, |to| {
+                to.string(ATTR_NAME, set);
+                to.nested(ATTR_DATA, |to| write_member(to, &Member::parse(member).unwrap_or_default()));
+            });
+        }
         Operation::Destroy { set } => {
             message(to, DESTROY, flags, sequence, |to| to.string(ATTR_NAME, set));
         }
@@ -212,19 +212,19 @@ mod tests {
     use super::*;
     use crate::netlink::MESSAGE_HEADER;
 
-    fn payload(operation: &Operation, member: &str) -> Vec<u8> {
+    fn payload(member: &str) -> Vec<u8> {
         let mut encoder = Encoder::default();
-        super::operation(&mut encoder, REQUEST, 7, operation, &Member::parse(member).unwrap());
+        let add = Operation::Add { set: "S".to_owned(), member: member.to_owned() };
+        operation(&mut encoder, REQUEST, 7, &add);
         encoder.finish().split_off(MESSAGE_HEADER)
     }
 
     #[test]
     fn a_member_is_read_as_it_was_written() {
-        let add = Operation::Add { set: "S".to_owned(), member: String::new() };
         for text in
             ["53", "10.96.0.10", "fd00::a,udp:53", "10.96.0.10,tcp:443,10.0.0.0/24", "fd00::a,tcp:1,fd00::b"]
         {
-            let payload = payload(&add, text);
+            let payload = payload(text);
             assert_eq!(name(&payload).unwrap().as_deref(), Some("S"));
             assert_eq!(protocol(&payload), Ok(PROTOCOL));
             let data = find(&payload, ATTR_DATA).unwrap().unwrap();
@@ -239,8 +239,7 @@ mod tests {
 
     #[test]
     fn bytes_that_make_no_sense_are_an_error() {
-        let whole =
-            payload(&Operation::Add { set: "S".to_owned(), member: String::new() }, "10.96.0.10,udp:53");
+        let whole = payload("10.96.0.10,udp:53");
         for length in 0..whole.len() {
             let _ = (name(&whole[..length]), members(&whole[..length]), protocol(&whole[..length]));
             let _ = read_member(&whole[length..]);
