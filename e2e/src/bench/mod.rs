@@ -297,7 +297,7 @@ async fn tools(options: &Options, programs: &Programs) -> Result<String> {
     Ok(format!(
         "{iptables}; kube-proxy of {kubernetes}; agent {version}, profile {profile}. {quick}{connects} connects, {changes} endpoint \
          changes, {added} Services added, {idle} s idle.{place}",
-        quick = if options.effort == Effort::QUICK { QUICK } else { "" },
+        quick = if options.effort == Effort::FULL { "" } else { QUICK },
         iptables = iptables.trim(),
         kubernetes = kubernetes.trim(),
         version = release::VERSION,

@@ -108,6 +108,9 @@ impl Flavour {
     }
 }
 
+/// What the chart sets for the agent and concerns its speed and memory.
+pub const AGENT_ENVIRONMENT: &str = "MALLOC_ARENA_MAX=1";
+
 /// How and where programs are started.
 #[derive(Debug)]
 pub struct Setup {
@@ -142,6 +145,8 @@ impl Setup {
                 ]
             }
             Kind::Pointsman => vec![
+                "env".into(),
+                AGENT_ENVIRONMENT.into(),
                 self.agent.display().to_string(),
                 "run".into(),
                 format!("--node-name={NODE}"),

@@ -18,7 +18,7 @@ use super::load::{self, Kind, Seen};
 use super::meter::Meter;
 use super::objects::{ENDPOINT_PORT, PORT};
 use super::page;
-use super::program::launch;
+use super::program::{AGENT_ENVIRONMENT, launch};
 use super::report::{Column, Measured, Value, comparison, percentile};
 use crate::command::{command, output, output_with_input};
 use crate::network::in_netns;
@@ -96,9 +96,8 @@ impl Way {
                 Some(vec!["haproxy".into(), "-db".into(), "-f".into(), path.display().to_string()])
             }
             Self::Pointsman(threads) => {
-                let mut words =
-                    vec![binary.display().to_string(), threads.to_string(), NODE_ADDRESS.to_string()];
-                words.push(self.address().to_string());
+                let mut words = vec!["env".into(), AGENT_ENVIRONMENT.into(), binary.display().to_string()];
+                words.extend([threads.to_string(), NODE_ADDRESS.to_string(), self.address().to_string()]);
                 words.extend(endpoints);
                 Some(words)
             }

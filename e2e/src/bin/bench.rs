@@ -84,7 +84,11 @@ fn measure(arguments: &Arguments) -> Result<()> {
         flavour: if mode == Mode::Ipvs { Flavour::Legacy } else { arguments.flavour },
         sizes: sizes?,
         kinds: arguments.only.map_or_else(|| vec![Kind::KubeProxy, Kind::Pointsman], |kind| vec![kind]),
-        effort: if arguments.quick { Effort::QUICK } else { Effort::FULL },
+        effort: match (arguments.quick, mode) {
+            (false, _) => Effort::FULL,
+            (true, Mode::Ipvs) => Effort::QUICK_IN_MACHINE,
+            (true, _) => Effort::QUICK,
+        },
         logs: arguments.logs()?,
         page: arguments.page(),
     };
