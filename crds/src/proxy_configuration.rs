@@ -176,7 +176,7 @@ impl Default for Drift {
         .message("rollout.canary.nodeSelector and rollout.canary.count are mutually exclusive"),
 )]
 pub struct Rollout {
-    /// Write no node configuration while true.
+    /// Hold changes back while true; a node that has no configuration yet gets the current one.
     #[serde(default)]
     pub paused: bool,
     /// Nodes that may be between 'config written' and 'Ready with that config' at one time; number or percent; never

@@ -4,7 +4,8 @@
 //! nodes to write. A rollout is nothing but this choice, repeated: pause, pace and return need no protocol with the
 //! agents and survive a change of leader. Pure.
 //!
-//! Today's policy: everything that differs at once, nothing while paused.
+//! Today's policy: everything that differs at once; while paused, only nodes that have no configuration at all, which would
+//! serve nothing.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -53,13 +54,10 @@ pub fn next_writes<'a>(
     observed: &BTreeMap<String, Arc<ConfigMapRecord>>,
     rollout: &Rollout,
 ) -> Vec<Target<'a>> {
-    if rollout.paused {
-        return Vec::new();
-    }
     let due = |target: &&Target<'_>| match observed.get(target.node) {
         None => true,
         // An emergency edit stands until the person who made it takes the annotation away.
-        Some(config_map) => !config_map.break_glass && !target.is_met_by(config_map),
+        Some(config_map) => !rollout.paused && !config_map.break_glass && !target.is_met_by(config_map),
     };
     pool.iter().filter(due).copied().collect()
 }

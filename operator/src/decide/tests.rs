@@ -82,6 +82,20 @@ fn a_pause_holds_changes_back_and_the_report_says_what_the_node_really_has() {
 }
 
 #[test]
+fn a_pause_does_not_leave_a_new_node_without_a_configuration() {
+    let mut paused = base();
+    paused.spec.rollout.paused = true;
+    let mut world = world(&[base()], &[("n1", "")]);
+    pass(&mut world, 0);
+    paused.spec.proxy.mode = Some(Mode::Nftables);
+    add_layer(&mut world, paused);
+    let record = NodeRecord { uid: "uid-n2".to_owned(), labels: BTreeMap::new() };
+    world.nodes.insert("n2".to_owned(), Arc::new(record));
+    assert_eq!(written(&pass(&mut world, 1)), ["n2"]);
+    assert_eq!(pass(&mut world, 2), Work::default());
+}
+
+#[test]
 fn the_rules_of_each_pool_hold_for_its_nodes_whichever_layer_changed() {
     let mut paused = edge(json!({"masquerade": {"bit": 3}}));
     paused.spec.rollout.paused = true;
@@ -284,6 +298,7 @@ proptest! {
             for (name, node) in &world.nodes {
                 let assignment = &assignments[name];
                 let held = world.config_maps.get(name);
+                prop_assert!(held.is_some() || assignment.desired().is_none(), "{} has no configuration", name);
                 if let (Some(desired), false) = (assignment.desired(), assignment.rollout.paused) {
                     let held = held.unwrap();
                     prop_assert_eq!(&held.revision, &desired.revision);
