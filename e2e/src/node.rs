@@ -175,12 +175,20 @@ impl Node {
         }
         let file = self.layout.mntns(&self.name);
         fs::write(&file, "").with_context(|| format!("creating {}", file.display()))?;
-        let mut unshare = command("unshare", [format!("--mount={}", file.display())]);
-        unshare.args(["--propagation=private", "sh", "-c", MOUNTS, "sh"]).arg(dir);
-        output(&mut unshare)
-            .await
-            .with_context(|| format!("creating the mount namespace of {}", self.name))
-            .map(drop)
+        // A mount namespace is kept on a file only of an older namespace, and since Linux 6.18 each processor numbers them on its
+        // own: in a namespace other than the machine's first, as in a container, one processor may refuse what another does.
+        let mut refused = None;
+        for processor in 0..std::thread::available_parallelism()?.get() {
+            let mut unshare = command("taskset", ["--cpu-list", &processor.to_string(), "unshare"]);
+            unshare.arg(format!("--mount={}", file.display()));
+            unshare.args(["--propagation=private", "sh", "-c", MOUNTS, "sh"]).arg(&dir);
+            match output(&mut unshare).await {
+                Ok(_) => return Ok(()),
+                Err(error) => refused = refused.or(Some(error)),
+            }
+        }
+        let refused = refused.context("no processor")?;
+        Err(refused.context(format!("creating the mount namespace of {}", self.name)))
     }
 
     /// Writes the configuration of CNI, containerd and kubelet.

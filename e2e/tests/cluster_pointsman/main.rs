@@ -42,7 +42,7 @@ const NAMESPACE: &str = "trials";
 /// The node that things are done to.
 const NODE: &str = "node2";
 /// How long a dead component stays dead.
-const DEAD: Duration = Duration::from_secs(10);
+const DEAD: Duration = Duration::from_secs(20);
 const PATIENCE: Duration = Duration::from_mins(2);
 /// Within this a status must say that the kernel cannot be written.
 const NOTICED: Duration = Duration::from_secs(15);
@@ -211,10 +211,13 @@ async fn an_edited_node_configuration_is_refused_and_repaired(cluster: &Cluster)
     let edit = ["patch", "configmap", "-n", NODE_CONFIG_NAMESPACE, NODE, "--type=merge", "-p", &patch];
     ensure!(cluster.kubectl(&edit).await.is_err(), "admission must refuse an edit that is no emergency");
     let traffic = Traffic::start(cluster, &web, NODE).await?;
+    // In the middle of a text in quotes.
+    let cut = content.find("127.0.0.1").context("no address to cut")? + 4;
+    // Each reason once, so that none is the last one's.
     for (content, reason) in [
         (content.replace("mode: nftables\n", "mode: nftables\ncolour: red\n"), "UnsupportedField"),
-        (content[..content.len() / 2].to_owned(), ""),
-        (content.replace("v1alpha1", "v9"), ""),
+        (content[..cut].to_owned(), "Unreadable"),
+        (content.replace("v1alpha1", "v9"), "UnsupportedVersion"),
     ] {
         let patch = json!({
             "metadata": {"annotations": {ANNOTATION_BREAK_GLASS: "a trial"}}, "data": {"config.yaml": content},
@@ -242,26 +245,36 @@ async fn an_edited_node_configuration_is_refused_and_repaired(cluster: &Cluster)
 
 async fn nonsense_is_skipped_and_the_others_served(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
-    let slice = |name: &str, kind: &str, addresses: &str, port: i32| {
+    let first = "jsonpath={.items[0].status.podIP}";
+    let pod = cluster.kubectl(&["get", "pods", "-n", NAMESPACE, "-l=app=web", "-o", first]).await?;
+    let cluster_ip = ["get", "service", "empty", "-n", NAMESPACE, "-o=jsonpath={.spec.clusterIP}"];
+    let target = format!("http://{}:80", cluster.kubectl(&cluster_ip).await?);
+    let slice = |name: &str, kind: &str, address: &str, port: i32| {
         json!({
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
             "metadata": {"name": name, "namespace": NAMESPACE, "labels": {"kubernetes.io/service-name": "empty"}},
             "addressType": kind,
-            "endpoints": [{"addresses": [addresses], "conditions": {"ready": true}}],
+            "endpoints": [{"addresses": [address], "conditions": {"ready": true}}],
             "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
         })
     };
-    let list = json!({"apiVersion": "v1", "kind": "List", "items": [
-        slice("names", "FQDN", "example.com", 80),
-        slice("elsewhere", "IPv4", "192.0.2.7", 80),
-    ]});
-    cluster.apply(&list.to_string()).await?;
-    let from = web.client_on("node1");
-    let target = web.cluster_ip("http", 0)?;
-    let summary = cluster.probe(&from, &target, 20).await?;
-    ensure!(summary.failed == 0, "{summary:?}");
+    // The good one last: an agent that serves it has seen the other.
+    for slice in [slice("names", "FQDN", "example.com", 80), slice("good", "IPv4", &pod, 8080)] {
+        cluster.apply(&slice.to_string()).await?;
+    }
+    for node in cluster.nodes() {
+        let from = web.client_on(node.name());
+        eventually(PATIENCE, "the endpoint beside the nonsense", async || {
+            let summary = cluster.probe(&from, &target, 20).await?;
+            ensure!(summary.failed == 0 && summary.pods.len() == 1, "{summary:?}");
+            Ok(())
+        })
+        .await?;
+        let summary = cluster.probe(&from, &web.cluster_ip("http", 0)?, 20).await?;
+        ensure!(summary.failed == 0, "{summary:?}");
+    }
     all_ready(cluster, PATIENCE).await?;
-    cluster.kubectl(&["delete", "endpointslice", "-n", NAMESPACE, "names", "elsewhere"]).await.map(drop)
+    cluster.kubectl(&["delete", "endpointslice", "-n", NAMESPACE, "names", "good"]).await.map(drop)
 }
 
 /// Runs `words` in the mount namespace of the agent's container on the node.
@@ -368,11 +381,23 @@ async fn a_held_xtables_lock_makes_a_node_not_ready(cluster: &Cluster) -> Result
 
 // ids: SYN-15 REG-75360
 async fn a_killed_agent_loses_nothing(cluster: &Cluster) -> Result<()> {
+    outlive_the_agent(cluster).await?;
+    iptables_on_node(cluster, "chains", json!({})).await?;
+    outlive_the_agent(cluster).await?;
+    base_on_node(cluster, "chains").await
+}
+
+/// Kills the agent of a node under traffic; its kubelet, which would start it again at once, is away meanwhile.
+async fn outlive_the_agent(cluster: &Cluster) -> Result<()> {
     let web = Workload::create(cluster, NAMESPACE).await?;
     let traffic = Traffic::start(cluster, &web, NODE).await?;
     let pod = agent_pod(cluster, NODE).await?;
     let before = restarts_of(cluster, &pod).await?;
+    let kubelet = Component::Kubelet(NODE.to_owned());
+    cluster.kill(&kubelet).await?;
     kill_pod_process(cluster, &pod).await?;
+    sleep(DEAD).await;
+    cluster.start(&kubelet).await?;
     eventually(PATIENCE, "the agent back", async || {
         ensure!(restarts_of(cluster, &pod).await? != before, "not restarted yet");
         Ok(())

@@ -100,7 +100,12 @@ pub(super) fn conditions_of(
     }
     derived.push(conflicted);
     derived.push(if layer.spec.rollout.paused {
-        Derived::new("Paused", true, "PausedByUser", "spec.rollout.paused is set: only nodes without a configuration are written")
+        Derived::new(
+            "Paused",
+            true,
+            "PausedByUser",
+            "spec.rollout.paused is set: only nodes without a configuration are written",
+        )
     } else {
         Derived::new("Paused", false, "AsExpected", "changes reach the nodes")
     });
