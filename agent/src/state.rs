@@ -123,6 +123,8 @@ pub struct ConfigState {
     pub rejected: Option<(Option<String>, Rejection)>,
     /// Whose bytes they are.
     pub tampering: Tampering,
+    /// Which Services are watched: those with this proxy name. Nothing until a configuration says.
+    pub service_proxy_name: Option<String>,
     /// What the plan is made with; published for the listeners, which follow it live.
     pub in_force: Option<Arc<NodeProxyConfiguration>>,
 }

@@ -42,8 +42,10 @@ pub const QUEUE: usize = 1024;
 pub enum Input {
     /// Something happened in the cluster or on the node.
     Change(Change),
-    /// The first list of a source is complete.
+    /// The first list of a source other than Services is complete.
     Listed(Source),
+    /// A list of the Services with this proxy name is complete.
+    ServicesListed(String),
     /// The node's ConfigMap was judged.
     Config(Box<Assessment>),
 }

@@ -50,7 +50,7 @@ pub struct Watching {
     pub watches: watch::Sender<Watches>,
     /// Where the Node watch says whether load balancers should use the node.
     pub eligibility: watch::Sender<NodeEligibility>,
-    /// Where the sync loop says which configuration is in force.
+    /// Where the sync loop says which Services it needs.
     pub state: watch::Receiver<SyncState>,
 }
 
@@ -79,9 +79,9 @@ impl Watching {
     async fn services(self) {
         let mut names = self.state.clone();
         let mut known = Seen::default();
-        let mut sink = Services;
         loop {
             let name = proxy_name(&names.borrow_and_update());
+            let mut sink = Services(name.clone());
             let selector =
                 if name.is_empty() { format!("!{PROXY_NAME}") } else { format!("{PROXY_NAME}={name}") };
             let api: Api<DeserializeGuard<Service>> = Api::all(self.client(Source::Services));
@@ -127,9 +127,14 @@ impl Watching {
     }
 }
 
-struct Services;
+/// With their proxy name.
+struct Services(String);
 
 impl Sink<Service> for Services {
+    fn listed(&self, _: Source) -> Input {
+        Input::ServicesListed(self.0.clone())
+    }
+
     fn applied(&mut self, service: Service) -> Option<Input> {
         Some(Input::Change(Change::ServiceApplied(Box::new(service))))
     }
@@ -205,7 +210,8 @@ impl Sink<ServiceCIDR> for Cidrs {
 }
 
 fn proxy_name(state: &SyncState) -> String {
-    state.config.in_force.as_ref().map(|config| config.service_proxy_name.clone()).unwrap_or_default()
+    // Most clusters have no other name, so that is tried before a configuration says.
+    state.config.service_proxy_name.clone().unwrap_or_default()
 }
 
 fn networks(object: &ServiceCIDR) -> Vec<IpNet> {

@@ -84,6 +84,7 @@ fn short(input: &Input) -> String {
         Input::Change(Change::ServiceCidrs(all)) => format!("cidrs {all:?}"),
         Input::Change(other) => format!("{other:?}"),
         Input::Listed(source) => format!("listed {source}"),
+        Input::ServicesListed(name) => format!("listed Services {name}").trim_end().to_owned(),
         Input::Config(assessment) => match &assessment.outcome {
             Ok(candidate) => format!("config {}", candidate.revision),
             Err(rejection) => format!("config {}", rejection.reason),
@@ -180,9 +181,7 @@ async fn another_proxy_name_is_another_watch_that_takes_away_the_old_services() 
     rig.settle().await;
     assert_eq!(rig.told(), ["+a", "listed Services"]);
     rig.state.send_modify(|state| {
-        let mut config = crate::config::tests::sample();
-        config.service_proxy_name = "edge".to_owned();
-        state.config.in_force = Some(std::sync::Arc::new(config));
+        state.config.service_proxy_name = Some("edge".to_owned());
     });
     // The old watch was about to resume when the name changed; its request may still be in the queue.
     let mut uri = rig.answer(&[service("b"), end_of_list("Service")]).await;
@@ -192,7 +191,20 @@ async fn another_proxy_name_is_another_watch_that_takes_away_the_old_services() 
     assert!(uri.contains("service-proxy-name%3Dedge"), "{uri}");
     rig.settle().await;
     let told = rig.told();
-    assert!(told.contains(&"+b".to_owned()) && told.contains(&"-a".to_owned()), "{told:?}");
+    let last = told.len().saturating_sub(3);
+    assert_eq!(told[last..], ["+b", "listed Services edge", "-a"], "served until the new ones are known");
+}
+
+// ids: SYN-1
+#[tokio::test(start_paused = true)]
+async fn the_first_list_is_of_the_services_that_the_configuration_on_disk_is_about() {
+    let mut rig = rig();
+    rig.state.send_modify(|state| state.config.service_proxy_name = Some("edge".to_owned()));
+    tokio::spawn(rig.watching.clone().services());
+    let uri = rig.answer(&[service("a"), end_of_list("Service")]).await;
+    assert!(uri.contains("service-proxy-name%3Dedge"), "{uri}");
+    rig.settle().await;
+    assert_eq!(rig.told(), ["+a", "listed Services edge"]);
 }
 
 // ids: HZ-2 NM-1 NM-6

@@ -7,7 +7,8 @@
 //! ([`Skipped`]) while everything else is served.
 //!
 //! The label `service.kubernetes.io/service-proxy-name` is kept as part of a [`Service`]; the plan compares it with the
-//! configured name, so a live change of that setting needs no new list.
+//! configured name. While that setting changes, Services of the former and of the new name are here side by side: the
+//! watch lists only one of them, and the sync loop goes over to the new name when its list is complete.
 
 mod address;
 mod node;

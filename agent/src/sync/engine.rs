@@ -111,6 +111,8 @@ pub struct Engine<P: Platform> {
     pub(super) flows: Flows,
     /// The configuration to have in the kernel.
     target: Option<Candidate>,
+    /// The proxy name of the Services in the model.
+    services: Option<String>,
     /// Whether the kernel takes it.
     pub(super) trial: Trial,
     /// Changes of the plan that the kernel does not hold yet.
@@ -139,6 +141,7 @@ impl<P: Platform> Engine<P> {
             invalid_dropped: BTreeMap::new(),
             flows: Flows::default(),
             target: None,
+            services: None,
             trial: Trial::new(checkpoint.clone()),
             pending: Changes::default(),
             planned: false,
@@ -151,6 +154,8 @@ impl<P: Platform> Engine<P> {
             engine.listed(Source::NodeConfig);
             engine.aim(candidate);
         }
+        // The watches begin with it.
+        engine.publish();
         engine
     }
 
@@ -241,8 +246,11 @@ impl<P: Platform> Engine<P> {
     fn wants_open(&self) -> bool {
         let Some(target) = &self.target else { return false };
         let setup = Setup::of(&target.config, self.model.node());
+        let name = Some(&target.config.service_proxy_name);
+        // It can be opened, and its Services are on their way.
+        let listing = self.state.config.service_proxy_name.as_ref() == name && self.services.as_ref() != name;
         let running = self.running.as_ref().map(|running| &running.setup);
-        running != Some(&setup) || self.reopen.is_some()
+        !listing && (running != Some(&setup) || self.reopen.is_some())
     }
 
     fn wants_write(&self) -> bool {
@@ -253,12 +261,45 @@ impl<P: Platform> Engine<P> {
         match input {
             Input::Change(change) => self.change(change),
             Input::Listed(source) => self.listed(source),
+            Input::ServicesListed(proxy_name) => self.services_listed(proxy_name),
             Input::Config(assessment) => self.judged(*assessment),
         }
     }
 
     fn listed(&mut self, source: Source) {
         self.state.waiting.retain(|waiting| *waiting != source);
+    }
+
+    fn services_listed(&mut self, proxy_name: String) {
+        if self.target.is_none() {
+            self.listed(Source::Services);
+        }
+        if self.services.as_ref() == Some(&proxy_name) {
+            return;
+        }
+        self.services = Some(proxy_name);
+        self.configure();
+        if self.follows() {
+            self.update_plan(Dirty { everything: true, ..Dirty::default() });
+        }
+    }
+
+    /// Asks for the Services that `config` is about. Returns whether they are all in.
+    fn ask_for_services(&mut self, config: &NodeProxyConfiguration) -> bool {
+        let name = Some(&config.service_proxy_name);
+        self.state.config.service_proxy_name = name.cloned();
+        let listed = self.services.as_ref() == name;
+        self.listed(Source::Services);
+        if !listed && !self.planned {
+            self.state.waiting.insert(0, Source::Services);
+        }
+        listed
+    }
+
+    /// Whether the plan follows the model. Not while the model holds the Services of another proxy name.
+    fn follows(&self) -> bool {
+        let name = self.running.as_ref().map(|running| &running.candidate.config.service_proxy_name);
+        self.planned && self.services.as_ref() == name
     }
 
     fn change(&mut self, change: Change) {
@@ -279,10 +320,15 @@ impl<P: Platform> Engine<P> {
         if let Some(kind) = kind {
             self.outside.metrics.changed(kind);
         }
-        if let Some(running) = self.running.as_mut().filter(|_| self.planned) {
-            let changes = running.plan.update(&self.model, dirty);
-            self.queue(changes);
+        if self.follows() {
+            self.update_plan(dirty);
         }
+    }
+
+    fn update_plan(&mut self, dirty: Dirty) {
+        let Some(running) = &mut self.running else { return };
+        let changes = running.plan.update(&self.model, dirty);
+        self.queue(changes);
     }
 
     /// Notes what the kernel does not hold yet, and tells what it will never hold.
@@ -366,7 +412,10 @@ impl<P: Platform> Engine<P> {
 
     /// Goes back to the last known good configuration, if the one in force was not written for a reason that may be its own.
     pub(super) fn reconsider(&mut self, failure: SyncFailure) {
-        let Some(running) = &self.running else { return };
+        // While the target is another, it is already on its way.
+        let running =
+            self.running.as_ref().filter(|running| self.target.as_ref() == Some(&running.candidate));
+        let Some(running) = running else { return };
         let Some(next) = self.trial.failed(&running.candidate, failure) else { return };
         let given_up = running.candidate.clone();
         if self.trial.refuses(&given_up) {
@@ -395,16 +444,21 @@ impl<P: Platform> Engine<P> {
         self.configure();
     }
 
-    /// Lets the plan follow the target, if it runs in the set-up that the target needs. Otherwise [`Self::open`] will.
+    /// Lets the plan follow the target, if it runs in the set-up that the target needs. Otherwise [`Self::open`] will. Until the
+    /// Services that the target is about are all in, what runs goes on: half a list would take away the other half.
     fn configure(&mut self) {
-        let Some(target) = &self.target else { return };
+        let Some(target) = self.target.clone() else { return };
         let setup = Setup::of(&target.config, self.model.node());
-        let Some(running) = self.running.as_mut().filter(|running| running.setup == setup) else { return };
+        let other_setup = self.running.as_ref().is_some_and(|running| running.setup != setup);
+        if other_setup || !self.ask_for_services(&target.config) {
+            return;
+        }
+        let Some(running) = &mut self.running else { return };
         self.schedule.configure(&target.config);
         self.state.config.in_force = Some(Arc::new(target.config.clone()));
         self.state.compatibility = running.compatibility.clone();
-        running.candidate = target.clone();
         let changes = running.plan.configure(target.config.clone(), &self.model);
+        running.candidate = target;
         // Also without a change in the plan: only what has been read back is active.
         self.must_write = true;
         self.queue(changes);
@@ -417,7 +471,9 @@ impl<P: Platform> Engine<P> {
         match self.platform.open(&target.config, self.model.node()).await {
             Ok(opened) => {
                 self.reopen = None;
-                self.start(opened, setup, &target);
+                if self.ask_for_services(&target.config) {
+                    self.start(opened, setup, &target);
+                }
             }
             Err(rejection) => {
                 if self.state.compatibility != Compatibility::Incompatible(rejection.clone()) {
@@ -431,6 +487,9 @@ impl<P: Platform> Engine<P> {
                 self.state.compatibility = Compatibility::Incompatible(rejection.clone());
                 self.state.config.rejected = Some((Some(target.revision), rejection));
                 self.reopen = Some(Instant::now() + REOPEN);
+                if let Some(running) = self.running.as_ref().map(|running| running.candidate.config.clone()) {
+                    self.ask_for_services(&running);
+                }
             }
         }
     }

@@ -2,6 +2,7 @@
 
 mod reports;
 mod rig;
+mod selection;
 mod trials;
 
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use crate::kernel::SyncFailure;
 use crate::model::ObjectName;
 use crate::state::Compatibility;
 use crate::sysctl::Ipvs;
-use rig::{rig, rig_with, slice};
+use rig::{listed, rig, rig_with, slice};
 
 #[tokio::test(start_paused = true)]
 async fn syn_1_nothing_is_written_before_every_list_is_in() {
@@ -31,7 +32,7 @@ async fn syn_1_nothing_is_written_before_every_list_is_in() {
         assert!(rig.writes().is_empty(), "before {source}");
         assert_eq!(rig.script.lock().unwrap().opened, 0);
         assert!(rig.now().waiting.contains(&source));
-        rig.tell(Input::Listed(source)).await;
+        rig.tell(listed(source)).await;
     }
     rig.settle().await;
     let writes = rig.writes();
@@ -317,7 +318,7 @@ async fn the_checkpoint_stands_in_for_the_config_map() {
     let rig = rig_with(Some(kept.clone()));
     rig.tell(Input::Change(Change::Node(NodeFacts::default()))).await;
     for source in [Source::Services, Source::EndpointSlices, Source::Node] {
-        rig.tell(Input::Listed(source)).await;
+        rig.tell(listed(source)).await;
     }
     rig.settle().await;
     let state = rig.now();

@@ -40,6 +40,10 @@ impl Seen {
         }
     }
 
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     fn remove(&mut self, name: &ObjectName) {
         if let Some(names) = self.0.get_mut(&name.namespace) {
             names.remove(&*name.name);
@@ -63,6 +67,11 @@ impl Seen {
 
 /// Turns objects into inputs.
 pub trait Sink<K>: Send {
+    /// A list is complete.
+    fn listed(&self, source: Source) -> Input {
+        Input::Listed(source)
+    }
+
     /// An object is there, new or changed.
     fn applied(&mut self, object: K) -> Option<Input>;
 
@@ -112,11 +121,12 @@ impl Feed {
         // A stream costs server and agent less memory than a list in one piece.
         let mut config = config.streaming_lists();
         let mut wait = FIRST_WAIT;
+        let mut inherited = !seen.is_empty();
         'streams: loop {
             let mut stream = std::pin::pin!(watcher(api.clone(), config.clone()));
             let mut listed: Option<Seen> = None;
             while let Some(event) = stream.next().await {
-                let mut outcome = Vec::new();
+                let (mut outcome, mut gone) = (Vec::new(), Vec::new());
                 match event {
                     // The beginning of a list is not yet an answer.
                     Ok(Event::Init) => listed = Some(Seen::default()),
@@ -130,7 +140,7 @@ impl Feed {
                                 seen.insert(&name);
                                 outcome.extend(sink.applied(object));
                                 if self.source == Source::Node || self.source == Source::NodeConfig {
-                                    outcome.push(Input::Listed(self.source));
+                                    outcome.push(sink.listed(self.source));
                                 }
                             }
                             Err(broken) => {
@@ -143,20 +153,24 @@ impl Feed {
                     }
                     Ok(Event::Delete(object)) => {
                         let name = ObjectName::of(object.meta());
-                        seen.remove(&name);
-                        outcome.extend(sink.deleted(name));
+                        outcome.extend(sink.deleted(name.clone()));
+                        gone.push(name);
                         self.working(false);
                     }
                     Ok(Event::InitDone) => {
                         let listed = listed.take().unwrap_or_default();
-                        for name in seen.missing_from(&listed) {
-                            seen.remove(&name);
-                            outcome.extend(sink.deleted(name));
-                        }
                         // The own Node and ConfigMap count when they are there; an empty list of them is none.
-                        if self.source != Source::Node && self.source != Source::NodeConfig {
-                            outcome.push(Input::Listed(self.source));
+                        let counts = self.source != Source::Node && self.source != Source::NodeConfig;
+                        // What another watch has seen is served until this list is.
+                        if counts && inherited {
+                            outcome.push(sink.listed(self.source));
                         }
+                        gone = seen.missing_from(&listed);
+                        outcome.extend(gone.iter().filter_map(|name| sink.deleted(name.clone())));
+                        if counts && !inherited {
+                            outcome.push(sink.listed(self.source));
+                        }
+                        inherited = false;
                         wait = FIRST_WAIT;
                         self.working(true);
                     }
@@ -185,6 +199,10 @@ impl Feed {
                     if self.inputs.send(input).await.is_err() {
                         return;
                     }
+                }
+                // Not before: a watch that ends here has not told of all of them.
+                for name in &gone {
+                    seen.remove(name);
                 }
             }
         }

@@ -68,7 +68,10 @@ impl Running {
             running.change(Change::SliceApplied(Box::new(slice("web", family, &["a", "r"]))));
         }
         for source in Source::REQUIRED {
-            running.tell(Input::Listed(source));
+            running.tell(match source {
+                Source::Services => Input::ServicesListed(String::new()),
+                source => Input::Listed(source),
+            });
         }
         running
     }

@@ -303,7 +303,7 @@ impl Rig {
     pub async fn begin(&self) {
         self.tell(Input::Change(Change::Node(NodeFacts::default()))).await;
         for source in [Source::Services, Source::EndpointSlices, Source::Node] {
-            self.tell(Input::Listed(source)).await;
+            self.tell(listed(source)).await;
         }
         self.config(candidate("default", sample())).await;
         self.settle().await;
@@ -331,6 +331,14 @@ impl Rig {
 
     pub fn now(&self) -> SyncState {
         self.state.borrow().clone()
+    }
+}
+
+/// A complete list, of the Services that have no other proxy.
+pub fn listed(source: Source) -> Input {
+    match source {
+        Source::Services => Input::ServicesListed(String::new()),
+        source => Input::Listed(source),
     }
 }
 
