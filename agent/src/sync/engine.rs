@@ -17,9 +17,9 @@ use super::schedule::Schedule;
 use super::trial::Trial;
 use super::{Dataplane, Input, Opened, Platform};
 use crate::config::checkpoint::Checkpoint;
-use crate::config::{Assessment, Candidate, Rejection};
+use crate::config::{Assessment, Candidate};
 use crate::events::objects::{ObjectNews, Objects};
-use crate::health::{FAILURES, Pulse};
+use crate::health::Pulse;
 use crate::healthcheck::Checks;
 use crate::kernel::SyncFailure;
 use crate::metrics::{Changed, Metrics};
@@ -383,17 +383,23 @@ impl<P: Platform> Engine<P> {
         match assessment.outcome {
             Ok(candidate) => {
                 config.assigned_hash = Some(candidate.hash.clone());
-                if self.trial.refuses(&candidate) {
+                // Says so again if the ConfigMap was something else in between.
+                let refusal = self.trial.refusal(&candidate).cloned();
+                config.rejected = refusal.map(|refusal| (Some(candidate.revision.clone()), refusal));
+                if config.rejected.is_some() {
                     return;
                 }
-                config.rejected = None;
-                if self.target.as_ref() != Some(&candidate) {
+                let runs = self.target.as_ref() == Some(&candidate);
+                // Also if it is the one that was gone back to: from now on the one that was given up is another.
+                if !runs || self.trial.has_refused() {
+                    self.trial.begin();
+                }
+                if !runs {
                     info!(
                         revision = candidate.revision,
                         hash = candidate.hash,
                         "a configuration is assigned"
                     );
-                    self.trial.begin();
                     self.aim(candidate);
                 }
             }
@@ -416,18 +422,12 @@ impl<P: Platform> Engine<P> {
         let running =
             self.running.as_ref().filter(|running| self.target.as_ref() == Some(&running.candidate));
         let Some(running) = running else { return };
-        let Some(next) = self.trial.failed(&running.candidate, failure) else { return };
-        let given_up = running.candidate.clone();
-        if self.trial.refuses(&given_up) {
-            let why = self.state.error().map(ToString::to_string).unwrap_or_default();
-            let message = format!(
-                "{} was not written {FAILURES} times in a row, the last time because of {why}; going back to {}; it is not tried \
-                 again before it is changed or the agent restarts",
-                given_up.revision, next.revision
-            );
-            error!(revision = given_up.revision, "{message}");
-            let rejection = Rejection { reason: "RolledBackToLastGood", message };
-            self.state.config.rejected = Some((Some(given_up.revision), rejection));
+        let why = self.state.error().map(ToString::to_string).unwrap_or_default();
+        let Some(next) = self.trial.failed(&running.candidate, failure, &why) else { return };
+        let given_up = &running.candidate;
+        if let Some(refusal) = self.trial.refusal(given_up) {
+            error!(revision = given_up.revision, "{}", refusal.message);
+            self.state.config.rejected = Some((Some(given_up.revision.clone()), refusal.clone()));
         } else {
             warn!(
                 revision = next.revision,

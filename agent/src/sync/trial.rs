@@ -5,7 +5,7 @@
 //! until another is assigned or the agent restarts. If that one fails as well, neither is at fault: the assigned one is written until
 //! the kernel takes it.
 
-use crate::config::Candidate;
+use crate::config::{Candidate, Rejection};
 use crate::health::FAILURES;
 use crate::kernel::SyncFailure;
 
@@ -22,6 +22,7 @@ pub(super) struct Trial {
 #[derive(Debug)]
 struct Refused {
     candidate: Candidate,
+    why: Rejection,
     /// Whether the last known good one has been written since, so that this one was at fault.
     proven: bool,
 }
@@ -32,9 +33,15 @@ impl Trial {
         Self { good, ..Self::default() }
     }
 
-    /// Whether a configuration that is assigned (again) has been given up.
-    pub(super) fn refuses(&self, candidate: &Candidate) -> bool {
-        self.refused.as_ref().is_some_and(|refused| refused.candidate.hash == candidate.hash)
+    /// Why a configuration that is assigned (again) has been given up, if it has.
+    pub(super) fn refusal(&self, candidate: &Candidate) -> Option<&Rejection> {
+        let refused = self.refused.as_ref().filter(|refused| refused.candidate.hash == candidate.hash);
+        refused.map(|refused| &refused.why)
+    }
+
+    /// Whether any configuration has been given up.
+    pub(super) fn has_refused(&self) -> bool {
+        self.refused.is_some()
     }
 
     /// Another configuration was assigned.
@@ -51,8 +58,14 @@ impl Trial {
         }
     }
 
-    /// A configuration was not written, or not found when it was read back. Returns the one to write instead, if not the same.
-    pub(super) fn failed(&mut self, candidate: &Candidate, failure: SyncFailure) -> Option<Candidate> {
+    /// A configuration was not written, or not found when it was read back: of which kind that is, and `why` in words. Returns the
+    /// one to write instead, if not the same.
+    pub(super) fn failed(
+        &mut self,
+        candidate: &Candidate,
+        failure: SyncFailure,
+        why: &str,
+    ) -> Option<Candidate> {
         let own_fault = match failure {
             SyncFailure::RestoreFailed | SyncFailure::SyncFailed => true,
             SyncFailure::LockTimeout | SyncFailure::ToolMissing => false,
@@ -75,7 +88,13 @@ impl Trial {
             return None;
         }
         self.failures = 0;
-        self.refused = Some(Refused { candidate: candidate.clone(), proven: false });
+        let message = format!(
+            "{} was not written {FAILURES} times in a row, the last time because of {why}; going back to {}; it is not tried \
+             again before it is changed or the agent restarts",
+            candidate.revision, good.revision
+        );
+        let why = Rejection { reason: "RolledBackToLastGood", message };
+        self.refused = Some(Refused { candidate: candidate.clone(), why, proven: false });
         Some(good.clone())
     }
 }
@@ -93,23 +112,23 @@ mod tests {
     }
 
     fn fail(trial: &mut Trial, candidate: &Candidate, failure: SyncFailure) -> Option<Candidate> {
-        (0..FAILURES).find_map(|_| trial.failed(candidate, failure))
+        (0..FAILURES).find_map(|_| trial.failed(candidate, failure, ""))
     }
 
     #[test]
     fn three_failures_in_a_row_lead_back_and_the_same_is_not_tried_again() {
         let (good, bad) = (bit(14), bit(15));
         let mut trial = Trial::new(Some(good.clone()));
-        assert_eq!(trial.failed(&bad, RestoreFailed), None);
+        assert_eq!(trial.failed(&bad, RestoreFailed, ""), None);
         trial.failures = 0;
         assert_eq!(fail(&mut trial, &bad, LockTimeout), None, "nobody's fault");
         assert_eq!(fail(&mut trial, &bad, RestoreFailed), Some(good.clone()));
-        assert!(trial.refuses(&bad) && !trial.refuses(&good));
+        assert!(trial.refusal(&bad).is_some() && trial.refusal(&good).is_none());
         trial.succeeded(&good);
         assert_eq!(fail(&mut trial, &good, RestoreFailed), None, "later trouble does not clear the other");
-        assert!(trial.refuses(&bad));
+        assert!(trial.refusal(&bad).is_some());
         trial.begin();
-        assert!(!trial.refuses(&bad));
+        assert!(trial.refusal(&bad).is_none());
     }
 
     #[test]
@@ -118,7 +137,7 @@ mod tests {
         let mut trial = Trial::new(Some(good.clone()));
         assert_eq!(fail(&mut trial, &bad, RestoreFailed), Some(good.clone()));
         assert_eq!(fail(&mut trial, &good, RestoreFailed), Some(bad.clone()));
-        assert!(!trial.refuses(&bad));
+        assert!(trial.refusal(&bad).is_none());
         assert_eq!(fail(&mut trial, &bad, RestoreFailed), None);
         trial.succeeded(&bad);
         assert_eq!(fail(&mut trial, &bad, RestoreFailed), None, "it is the good one now");

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use super::reports::begin;
-use crate::config::Candidate;
 use crate::config::tests::{candidate, sample};
+use crate::config::{Candidate, Rejection};
 use crate::kernel::SyncFailure;
 
 fn with_bit(bit: u8) -> Candidate {
@@ -52,6 +52,36 @@ async fn a_configuration_that_the_kernel_does_not_take_gives_way_to_the_last_kno
     rig.config(with_bit(16)).await;
     sleep(Duration::from_secs(5)).await;
     assert_eq!(rig.now().config.active, Some(with_bit(16).revision));
+}
+
+// ids: CFG-18
+#[tokio::test(start_paused = true)]
+async fn a_configuration_that_was_given_up_is_tried_again_once_another_was_assigned() {
+    let rig = begin().await;
+    let (good, bad) = (with_bit(sample().masquerade.bit), with_bit(15));
+    rig.script.lock().unwrap().refused_bit = Some(15);
+    rig.config(bad.clone()).await;
+    sleep(Duration::from_secs(20)).await;
+
+    // Damaged and mended again: what was said of it still holds.
+    let rolled_back = rig.now().config.rejected.unwrap();
+    assert_eq!(rolled_back.1.reason, "RolledBackToLastGood");
+    let damaged = Rejection { reason: "HashMismatch", message: "no".to_owned() };
+    rig.assess(Some(bad.revision.clone()), Err(damaged)).await;
+    rig.settle().await;
+    assert_eq!(rig.now().config.rejected.unwrap().1.reason, "HashMismatch");
+    rig.config(bad.clone()).await;
+    rig.settle().await;
+    assert_eq!(rig.now().config.rejected, Some(rolled_back));
+
+    // Taken back, and assigned again after what was wrong with the node is right.
+    rig.config(good).await;
+    sleep(Duration::from_secs(5)).await;
+    rig.script.lock().unwrap().refused_bit = None;
+    rig.config(bad.clone()).await;
+    sleep(Duration::from_secs(5)).await;
+    let state = rig.now();
+    assert_eq!((state.config.active, state.config.rejected), (Some(bad.revision), None));
 }
 
 #[tokio::test(start_paused = true)]
