@@ -13,6 +13,7 @@ pub mod health;
 pub mod healthcheck;
 pub mod http;
 pub mod init;
+pub mod instance;
 pub mod ipset;
 pub mod iptables;
 pub mod ipvs;

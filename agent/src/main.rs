@@ -1,6 +1,6 @@
 //! The agent's binary: flags in, an exit code out.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -8,11 +8,13 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
 use pointsman_agent::config::checkpoint::Checkpoint;
 use pointsman_agent::iptables::{self, Connections, Tools};
-use pointsman_agent::{admin, init, ipvs, logging, nftables, run, userspace};
+use pointsman_agent::{admin, init, instance, ipvs, logging, nftables, run, userspace};
 use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
 use tracing::{error, info};
+
+const STATE_DIR: &str = "/var/lib/pointsman-agent";
 
 /// Programs the Services of a cluster into the kernel of the node it runs on.
 #[derive(Debug, Parser)]
@@ -66,7 +68,7 @@ struct Run {
 #[derive(Debug, Args)]
 struct Directories {
     /// What survives a restart.
-    #[arg(long, env = "POINTSMAN_STATE_DIR", default_value = "/var/lib/pointsman-agent")]
+    #[arg(long, env = "POINTSMAN_STATE_DIR", default_value = STATE_DIR)]
     state_dir: PathBuf,
     /// The admin socket.
     #[arg(long, env = "POINTSMAN_RUN_DIR", default_value = "/run/pointsman-agent")]
@@ -75,8 +77,9 @@ struct Directories {
 
 #[derive(Debug, Args)]
 struct Cleanup {
-    #[command(flatten)]
-    directories: Directories,
+    /// The state directory of this node's agent.
+    #[arg(long, env = "POINTSMAN_STATE_DIR", default_value = STATE_DIR)]
+    state_dir: PathBuf,
 }
 
 #[derive(Debug, Args)]
@@ -140,7 +143,7 @@ fn start(cli: Cli) -> anyhow::Result<()> {
         Command::Cleanup(cleanup) => {
             let _level = logging::start(cli.log_format);
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            runtime.block_on(clean(&cleanup.directories))
+            runtime.block_on(clean(&cleanup.state_dir))
         }
         Command::Run(run) => {
             let level = logging::start(cli.log_format);
@@ -168,10 +171,9 @@ fn start(cli: Cli) -> anyhow::Result<()> {
 }
 
 /// All modes and both flavours, because a node may have been switched from one to the other.
-async fn clean(directories: &Directories) -> anyhow::Result<()> {
-    if admin::probe(&directories.run_dir, "live").await.is_ok() {
-        bail!("the agent is running and would write everything again; stop it first");
-    }
+async fn clean(state_dir: &Path) -> anyhow::Result<()> {
+    let _lock =
+        instance::lock(state_dir).context("nothing was removed, since an agent would write it again")?;
     let mut problems = Vec::new();
     let mut found = Vec::new();
     for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
@@ -204,7 +206,7 @@ async fn clean(directories: &Directories) -> anyhow::Result<()> {
     if found.is_empty() {
         problems.push("no iptables tools are installed, so nothing can be removed".to_owned());
     }
-    if let Err(problem) = Checkpoint::new(&directories.state_dir).remove() {
+    if let Err(problem) = Checkpoint::new(state_dir).remove() {
         problems.push(problem.to_string());
     }
     if problems.is_empty() {

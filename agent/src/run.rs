@@ -25,6 +25,7 @@ use crate::events::objects::Objects;
 use crate::health::Pulse;
 use crate::healthcheck::{self, Checks};
 use crate::http::{Listener, Listeners, View, health_address, metrics_address};
+use crate::instance;
 use crate::logging::{Format, Level};
 use crate::metrics::Metrics;
 use crate::model::Change;
@@ -97,6 +98,8 @@ pub async fn run(options: Options, level: Level) -> Result<(), RunError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(RunError::Signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(RunError::Signals)?;
     info!(version = env!("CARGO_PKG_VERSION"), node = options.node, "pointsman-agent starts");
+    // Until the process ends: the last write comes after the other tasks.
+    tokio::spawn(instance::hold(options.state_directory.clone()));
     let metrics = Arc::new(Metrics::default());
     // A program takes a while to start, and so does finding an API server.
     let (client, identity) =

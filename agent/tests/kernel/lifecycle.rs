@@ -231,6 +231,27 @@ fn a_family_that_is_not_served_any_more_loses_its_rules() {
 }
 
 #[test]
+fn syn_16_the_command_removes_nothing_while_an_agent_runs_in_another_pod() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = loaded(&lab, Flavour::Nft);
+    world.settle();
+    let state = std::env::temp_dir().join(format!("pm-t-state-{}", std::process::id()));
+    std::fs::create_dir_all(&state).unwrap();
+    let cleanup = || {
+        let agent = env!("CARGO_BIN_EXE_pointsman-agent");
+        lab.node(&format!("{agent} cleanup --state-dir {} 2>&1 || true", state.display()))
+    };
+    let running = pointsman_agent::instance::lock(&state).unwrap();
+    let said = cleanup();
+    assert!(said.contains("an agent is running on this node"), "{said}");
+    assert_eq!(world.differences(), Vec::<String>::new());
+    drop(running);
+    let said = cleanup();
+    std::fs::remove_dir_all(&state).unwrap();
+    assert!(!lab.node("iptables-nft-save").contains("KUBE-SERVICES"), "{said}");
+}
+
+#[test]
 fn syn_16_cleanup_removes_what_is_ours_and_nothing_else() {
     for flavour in BOTH {
         let Some(lab) = Lab::new() else { return };
