@@ -68,15 +68,20 @@ pub fn assess(map: Option<&ConfigMap>) -> Assessment {
     let content = map.data.as_ref().and_then(|data| data.get(CONFIG_KEY)).map_or("", String::as_str);
     let hash = config_hash(content);
     // The operator labels every ConfigMap that it writes; one written by hand still needs a name to report.
-    let assigned = label(LABEL_REVISION)
-        .filter(|revision| !revision.is_empty())
-        .cloned()
-        .unwrap_or_else(|| revision(label(LABEL_POOL).map_or("unknown", String::as_str), &hash));
+    // So does an edit in an emergency, which leaves the label of what was there before.
     let annotated = annotation(ANNOTATION_CONFIG_HASH).map_or("nothing", String::as_str);
     let break_glass = annotation(ANNOTATION_BREAK_GLASS);
+    let edited = break_glass.is_some() && annotated != hash;
+    let assigned = label(LABEL_REVISION)
+        .filter(|revision| !revision.is_empty() && !edited)
+        .cloned()
+        .unwrap_or_else(|| revision(label(LABEL_POOL).map_or("unknown", String::as_str), &hash));
     let parsed = NodeProxyConfiguration::parse(content, break_glass.is_none().then_some(annotated));
     let tampering = match (&parsed, break_glass) {
-        (_, Some(why)) => Tampering::BreakGlass(format!("edited by hand under break-glass: {why}")),
+        (_, Some(why)) if edited => Tampering::BreakGlass(format!("edited by hand under break-glass: {why}")),
+        (_, Some(why)) => {
+            Tampering::BreakGlass(format!("not edited, but open to edits under break-glass: {why}"))
+        }
         (Err(error @ NodeConfigError::HashMismatch { .. }), None) => {
             Tampering::HashMismatch(error.to_string())
         }
@@ -222,8 +227,17 @@ pub(crate) mod tests {
     fn break_glass_is_obeyed_in_spite_of_the_hash_and_reported() {
         let content = sample().render().unwrap();
         let judged = assess(Some(&map(&content, "sha256:00", Some("incident 7"))));
-        assert!(judged.outcome.is_ok());
-        assert!(matches!(&judged.tampering, Tampering::BreakGlass(why) if why.contains("incident 7")));
+        let named = revision("edge", &config_hash(&content));
+        assert_eq!(judged.outcome.as_ref().unwrap().revision, named, "the label names what was there before");
+        assert_eq!(judged.assigned, Some(named));
+        let says = |judged: &Assessment, what: &str| match &judged.tampering {
+            Tampering::BreakGlass(why) => why.starts_with(what) && why.contains("incident 7"),
+            _ => false,
+        };
+        assert!(says(&judged, "edited by hand"));
+        let judged = assess(Some(&map(&content, &config_hash(&content), Some("incident 7"))));
+        assert_eq!(judged.assigned.as_deref(), Some("edge-0123456789"));
+        assert!(says(&judged, "not edited"));
         // Break-glass excuses the hash, not nonsense.
         let judged = assess(Some(&map("mode: [", "sha256:00", Some("incident 7"))));
         assert_eq!(judged.outcome.unwrap_err().reason, "Unreadable");

@@ -99,6 +99,7 @@ fn report(owner_uid: &str, spec: ProxyNodeStatusSpec) -> ReportRecord {
         spec,
         state: String::new(),
         active: String::new(),
+        active_hash: String::new(),
         conditions: Vec::new(),
         heartbeat: None,
         resource_version: "1".to_owned(),
@@ -107,11 +108,14 @@ fn report(owner_uid: &str, spec: ProxyNodeStatusSpec) -> ReportRecord {
 
 /// The agent of `node` reports `state` with the revision that its ConfigMap holds.
 pub fn agent_reports(world: &mut World, node: &str, state: &str, seconds: i64) {
-    let active = world.config_maps.get(node).map(|config_map| config_map.revision.clone());
+    let held = world.config_maps.get(node);
+    let active = held.map(|config_map| config_map.revision.clone());
+    let active_hash = held.map(|config_map| config_map.hash.clone());
     let report = world.reports.get_mut(node).unwrap();
     *report = Arc::new(ReportRecord {
         state: state.to_owned(),
         active: active.unwrap_or_default(),
+        active_hash: active_hash.unwrap_or_default(),
         conditions: vec![condition("Ready", state == "Ready", "AsReported", "says the agent")],
         heartbeat: Some(at(seconds)),
         ..report.as_ref().clone()

@@ -61,6 +61,8 @@ pub struct ReportRecord {
     pub state: String,
     /// The revision in the kernel.
     pub active: String,
+    /// Hash of its bytes.
+    pub active_hash: String,
     /// What the agent says in detail.
     pub conditions: Vec<Condition>,
     /// When the agent says that it last wrote; `None` until it first does. Only ever compared with itself, because
@@ -74,13 +76,23 @@ impl ReportRecord {
     /// Whether the two differ in more than a heartbeat.
     #[must_use]
     pub fn differs(&self, other: &Self) -> bool {
-        let Self { uid, owner_uid, spec, state, active, conditions, heartbeat: _, resource_version: _ } =
-            self;
+        let Self {
+            uid,
+            owner_uid,
+            spec,
+            state,
+            active,
+            active_hash,
+            conditions,
+            heartbeat: _,
+            resource_version: _,
+        } = self;
         *uid != other.uid
             || *owner_uid != other.owner_uid
             || *spec != other.spec
             || *state != other.state
             || *active != other.active
+            || *active_hash != other.active_hash
             || *conditions != other.conditions
     }
 }
@@ -165,12 +177,14 @@ impl From<&PartialObjectMeta<ConfigMap>> for ConfigMapRecord {
 impl From<&ProxyNodeStatus> for ReportRecord {
     fn from(report: &ProxyNodeStatus) -> Self {
         let status = report.status.clone().unwrap_or_default();
+        let config = status.config.unwrap_or_default();
         Self {
             uid: report.metadata.uid.clone().unwrap_or_default(),
             owner_uid: owner_uid(&report.metadata),
             spec: report.spec.clone(),
             state: status.state.unwrap_or_default(),
-            active: status.config.and_then(|config| config.active).unwrap_or_default(),
+            active: config.active.unwrap_or_default(),
+            active_hash: config.active_hash.unwrap_or_default(),
             conditions: status.conditions,
             heartbeat: status.heartbeat_time,
             resource_version: report.metadata.resource_version.clone().unwrap_or_default(),

@@ -59,7 +59,11 @@ impl NodeView<'_> {
     fn is_updated(&self) -> bool {
         let desired = self.assignment.and_then(Assignment::desired);
         desired.zip(self.config_map).is_some_and(|(desired, config_map)| {
-            config_map.hash == desired.hash && config_map.revision == desired.revision
+            config_map.hash == desired.hash
+                && config_map.revision == desired.revision
+                // An edit under break-glass changes neither; the agent says what the bytes are.
+                && (!config_map.break_glass
+                    || self.report.is_some_and(|report| report.active_hash == desired.hash))
         })
     }
 
@@ -69,8 +73,12 @@ impl NodeView<'_> {
             STATE_STALE | STATE_UNKNOWN | "" => Health::Unreachable,
             "Incompatible" => Health::Incompatible,
             "Degraded" => Health::Degraded,
-            // Ready with the revision before this one is not Ready with this one.
-            "Ready" if self.config_map.is_some_and(|config_map| config_map.revision == report.active) => {
+            // Ready with the revision before this one, or with other bytes, is not Ready with this one.
+            "Ready"
+                if self.config_map.is_some_and(|config_map| {
+                    config_map.revision == report.active && config_map.hash == report.active_hash
+                }) =>
+            {
                 Health::Ready
             }
             _ => Health::Applying,

@@ -216,7 +216,11 @@ fn config_applied(state: &SyncState) -> Finding {
         (Some(assigned), Some(active))
             if assigned == active && config.assigned_hash == config.active_hash =>
         {
-            Finding::yes("Applied", format!("{active} is in the kernel"))
+            let message = match &config.tampering {
+                Tampering::BreakGlass(why) => format!("{active} is in the kernel, {why}"),
+                _ => format!("{active} is in the kernel"),
+            };
+            Finding::yes("Applied", message)
         }
         (Some(assigned), _) => Finding::unknown("Applying", format!("{assigned} is not in the kernel yet")),
     }

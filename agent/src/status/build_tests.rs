@@ -74,6 +74,17 @@ fn check(name: &str, state: &SyncState, watches: &Watches, word: &str, expected:
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_edit_under_break_glass_is_named_wherever_one_looks() {
+    let mut state = sound();
+    state.config.tampering = Tampering::BreakGlass("edited by hand: incident 7".to_owned());
+    let status = status_of(&state, &Watches::default(), &[]);
+    for type_ in ["Ready", "ConfigApplied", "Tampered"] {
+        let message = &condition(&status, type_).unwrap().message;
+        assert!(message.contains("edited by hand: incident 7"), "{type_}: {message}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn every_state_has_its_words() {
     let quiet = Watches::default();
     check(

@@ -110,6 +110,29 @@ fn a_change_is_rolling_out_until_every_node_is_ready_with_it() {
     assert_eq!((done.state.as_deref(), &done.current_revision), (Some("Ready"), &rolling.update_revision));
 }
 
+#[test]
+fn a_node_that_runs_an_edit_under_break_glass_is_neither_updated_nor_ready_with_the_revision() {
+    let mut world = three_nodes();
+    status(&mut world, "edge", 0);
+    report_all(&mut world, "Ready", 5);
+    let edit = |world: &mut World, break_glass: bool, hash: &str| {
+        Arc::make_mut(world.config_maps.get_mut("n1").unwrap()).break_glass = break_glass;
+        Arc::make_mut(world.reports.get_mut("n1").unwrap()).active_hash = hash.to_owned();
+    };
+    let counts = |world: &mut World, seconds: i64| {
+        let status = status(world, "edge", seconds);
+        let counts = status.nodes.unwrap();
+        (counts.updated, counts.ready, status.state.unwrap())
+    };
+    let hash = world.config_maps["n1"].hash.clone();
+    edit(&mut world, true, &hash);
+    assert_eq!(counts(&mut world, 10), (2, 2, "Ready".to_owned()), "nothing was edited");
+    edit(&mut world, true, "sha256:0");
+    assert_eq!(counts(&mut world, 11), (1, 1, "RollingOut".to_owned()));
+    edit(&mut world, false, &hash);
+    assert_eq!(counts(&mut world, 12), (2, 2, "Ready".to_owned()));
+}
+
 /// Replaces a layer by its next generation.
 fn add_status_keeping(world: &mut World, mut new: Layer) {
     let old = world.layers[&new.name].as_ref().as_ref().unwrap().clone();
