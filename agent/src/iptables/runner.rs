@@ -23,6 +23,8 @@ const SAVE_TIMEOUT: Duration = Duration::from_mins(1);
 const PROMPT: &str = "ipset> ";
 /// Lock wait, in seconds, where no configuration says otherwise.
 pub(crate) const DEFAULT_LOCK_WAIT: u32 = 5;
+/// Whoever only asks whether the lock can be had waits so many seconds at most: the answer is what matters then.
+pub(crate) const PROBE_LOCK_WAIT: u32 = 2;
 
 /// Runs the tools for one family.
 pub(crate) struct Runner<'a> {
@@ -127,7 +129,8 @@ impl<'a> Runner<'a> {
     /// Finds out whether tables could be changed.
     pub(crate) async fn restore_nothing(&self) -> Result<(), Failure> {
         let command = self.tools.command(self.family, "-restore");
-        let wait = self.lock_wait.to_string();
+        let lock_wait = self.lock_wait.min(PROBE_LOCK_WAIT);
+        let wait = lock_wait.to_string();
         let mut args = vec!["--noflush", "-w", &wait];
         let mut input = "*nat\nCOMMIT\n";
         if self.tools.flavour() == Flavour::Legacy {
@@ -135,7 +138,7 @@ impl<'a> Runner<'a> {
             // It fetches the whole table even so, and this one is small.
             input = "*filter\nCOMMIT\n";
         }
-        let timeout = RESTORE_TIMEOUT + Duration::from_secs(self.lock_wait.into());
+        let timeout = RESTORE_TIMEOUT + Duration::from_secs(lock_wait.into());
         let (_, process) = self.tools.run_as(&command, &args, Some(input), timeout).await?;
         lock(self.ear).listen(process);
         Ok(())

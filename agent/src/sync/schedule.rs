@@ -11,11 +11,14 @@ use tokio::time::Instant;
 
 /// The first retry after a failure comes this soon.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
-/// Never probe more often than this. With the longest wait for a lock and the pace of the status, a kernel that cannot be written shows
-/// within 15 s.
+/// Never probe more often than this.
 const LEAST_PROBE: Duration = Duration::from_secs(5);
-/// A probe may take a hundredth of the time.
+/// Nor less often: with a probe's wait for the lock and the pace of the status, a kernel that cannot be written shows within 15 s.
+const MOST_PROBE: Duration = Duration::from_secs(8);
+/// In between, a probe may take a hundredth of the time.
 const PROBE_SHARE: u32 = 100;
+/// A write may wait so long for the lock, in seconds and for each family, and show within the same time that it is held.
+const UNASKED_LOCK_WAIT: u32 = 5;
 
 /// Foreign changes often come in groups.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -35,6 +38,7 @@ pub struct Schedule {
     failures: u32,
     retry: Option<Instant>,
     next_probe: Option<Instant>,
+    asks_first: bool,
     next_look: Option<Instant>,
     /// When the kernel was last read and how long that took.
     last_look: Option<(Instant, Duration)>,
@@ -51,6 +55,7 @@ impl Default for Schedule {
             failures: 0,
             retry: None,
             next_probe: None,
+            asks_first: false,
             next_look: None,
             last_look: None,
         }
@@ -62,6 +67,7 @@ impl Schedule {
     pub fn configure(&mut self, config: &NodeProxyConfiguration) {
         self.period = Duration::from_secs(u64::from(config.sync.period_seconds));
         self.pause = Duration::from_millis(u64::from(config.sync.min_period_milliseconds));
+        self.asks_first = config.iptables.lock_timeout_seconds > UNASKED_LOCK_WAIT;
         let interval = Duration::from_secs(u64::try_from(config.drift.interval_seconds).unwrap_or(60));
         self.drift = (config.drift.policy != DriftPolicy::Off).then_some(interval);
         self.next_look = match (self.drift, self.next_look) {
@@ -83,6 +89,11 @@ impl Schedule {
     /// When to probe whether the kernel can be written.
     pub fn probe(&self) -> Option<Instant> {
         self.next_probe.filter(|_| self.retry.is_none())
+    }
+
+    /// Whether to probe before each write, which could wait for the lock for too long to tell in time that it is held.
+    pub fn asks_first(&self) -> bool {
+        self.asks_first
     }
 
     /// When to look for foreign changes.
@@ -115,8 +126,7 @@ impl Schedule {
 
     /// A probe has succeeded and took so long.
     pub fn probed(&mut self, took: Duration) {
-        self.next_probe =
-            Some(Instant::now() + (took * PROBE_SHARE).clamp(LEAST_PROBE, self.period.max(LEAST_PROBE)));
+        self.next_probe = Some(Instant::now() + (took * PROBE_SHARE).clamp(LEAST_PROBE, MOST_PROBE));
     }
 
     /// The kernel was read back and that took so long.
@@ -142,6 +152,9 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::tests::sample;
+    use crate::iptables::runner::PROBE_LOCK_WAIT;
+    use crate::status::pacing::READY_SPACING;
 
     /// In real time, because paused time hides it: the first write is due now, not at the moment of the next question.
     #[test]
@@ -150,5 +163,29 @@ mod tests {
         let now = Instant::now();
         assert!(schedule.write(true).is_some_and(|due| due <= now));
         assert_eq!(schedule.write(false), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_held_lock_shows_within_fifteen_seconds_whatever_it_may_be_waited_for() {
+        let seconds = |seconds: u32| Duration::from_secs(seconds.into());
+        for lock_timeout in [5, 6, 60] {
+            let mut config = sample();
+            config.iptables.lock_timeout_seconds = lock_timeout;
+            let mut schedule = Schedule::default();
+            schedule.configure(&config);
+            schedule.succeeded();
+            let first = schedule.probe().unwrap() - Instant::now();
+            schedule.probed(Duration::from_secs(1));
+            let next = schedule.probe().unwrap() - Instant::now();
+            let probe = first.max(next) + seconds(PROBE_LOCK_WAIT);
+            let families = 2;
+            let write = if schedule.asks_first() {
+                seconds(PROBE_LOCK_WAIT)
+            } else {
+                seconds(lock_timeout) * families
+            };
+            let shown = probe.max(write) + READY_SPACING;
+            assert!(shown < Duration::from_secs(15), "{lock_timeout} s: {shown:?}");
+        }
     }
 }

@@ -154,6 +154,40 @@ async fn a_kernel_that_cannot_be_written_shows_without_any_change() {
     assert!(rig.now().verified);
 }
 
+#[tokio::test(start_paused = true)]
+async fn probes_are_no_rarer_because_something_else_is_done_with_them() {
+    let rig = rig();
+    rig.script.lock().unwrap().takeovers.extend(vec![Ok(false); 100]);
+    rig.script.lock().unwrap().takeover_takes = Duration::from_secs(1);
+    rig.begin().await;
+    sleep(Duration::from_mins(2)).await;
+    let attempts = rig.script.lock().unwrap().attempts.clone();
+    let longest = attempts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+    assert!(longest < Duration::from_millis(5500), "{longest:?}");
+}
+
+// ids: REG-48107
+#[tokio::test(start_paused = true)]
+async fn a_write_that_may_wait_long_for_the_lock_asks_first_whether_it_is_held() {
+    for (lock_timeout, writes) in [(5, 1), (60, 0)] {
+        let rig = rig();
+        rig.begin().await;
+        let mut config = sample();
+        config.iptables.lock_timeout_seconds = lock_timeout;
+        rig.config(candidate("default", config)).await;
+        sleep(Duration::from_secs(3)).await;
+        let before = rig.writes().len();
+        rig.script.lock().unwrap().broken = Some(SyncFailure::LockTimeout);
+        rig.service("web").await;
+        rig.settle().await;
+        assert_eq!(rig.now().error().map(|error| error.failure), Some(SyncFailure::LockTimeout));
+        assert_eq!(rig.writes().len() - before, writes, "{lock_timeout} s");
+        rig.script.lock().unwrap().broken = None;
+        sleep(Duration::from_secs(10)).await;
+        assert_eq!((rig.now().services, rig.now().verified), (1, true));
+    }
+}
+
 // ids: CFG-17
 #[tokio::test(start_paused = true)]
 async fn a_new_configuration_is_active_only_when_it_was_read_back() {

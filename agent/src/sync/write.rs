@@ -22,7 +22,8 @@ impl<P: Platform> Engine<P> {
     /// Writes what is pending.
     pub(super) async fn write(&mut self) {
         // What failed need not have been a write: with nothing to write, a success would prove nothing.
-        if self.state.consecutive_failures() > 0 && !self.probe().await {
+        let ask = self.state.consecutive_failures() > 0 || self.schedule.asks_first();
+        if ask && !self.probe().await {
             return;
         }
         let Some(running) = self.running.as_mut() else { return };
@@ -355,10 +356,9 @@ impl<P: Platform> Engine<P> {
         let begun = Instant::now();
         match running.dataplane.probe(&running.plan).await {
             Ok(()) => {
-                let ours_is_there = self.state.verified && !self.state.drift.differs;
-                let fine = !ours_is_there || self.take_over().await;
                 self.schedule.probed(begun.elapsed());
-                fine
+                let ours_is_there = self.state.verified && !self.state.drift.differs;
+                !ours_is_there || self.take_over().await
             }
             Err(error) => {
                 self.fail(error, false);

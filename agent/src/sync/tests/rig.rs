@@ -68,6 +68,7 @@ pub struct Script {
     /// How the next attempts to remove what another proxy has left end, and how many there were.
     pub takeovers: VecDeque<Result<bool, SyncError>>,
     pub taken_over: usize,
+    pub takeover_takes: Duration,
     /// How many leftovers there are to be found.
     pub leftovers: usize,
     pub refuse: Option<Rejection>,
@@ -192,6 +193,8 @@ impl Platform for FakePlatform {
     }
 
     async fn take_over(&mut self, _: &Fake, _: &Plan) -> Result<bool, SyncError> {
+        let takes = self.0.lock().unwrap().takeover_takes;
+        sleep(takes).await;
         let mut script = self.0.lock().unwrap();
         script.taken_over += 1;
         script.takeovers.pop_front().unwrap_or(Ok(true))
