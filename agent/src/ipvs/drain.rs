@@ -3,13 +3,16 @@
 //! In: endpoints that are not wanted any more, with what the kernel has of them, and the time. Out: the operations that take
 //! them out: weight 0 first, removal when no connection is left or the time is over. Pure.
 //!
-//! Only TCP has connections that end. UDP and SCTP leave at once, as with kube-proxy: their flows are led to another endpoint.
+//! Only TCP has connections that end. UDP and SCTP leave at once, as with kube-proxy: their flows are led to another endpoint. So
+//! does every real server under `dh`, which turns away the clients of one with weight 0 instead of choosing another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::server::{InstalledReal, Key, Operation, RealServer};
+use pointsman_crds::settings::IpvsScheduler;
+
+use super::server::{InstalledReal, Key, Operation, RealServer, Settings, scheduler_name};
 use crate::model::Protocol;
 
 /// How often to look whether connections are left.
@@ -24,17 +27,18 @@ pub struct Drain {
 }
 
 impl Drain {
-    /// An endpoint is not wanted any more; `reals` are what its virtual server has in the kernel. One that is not among them
-    /// needs nothing.
+    /// An endpoint is not wanted any more; `reals` are what its virtual server, which has these settings, has in the kernel. One
+    /// that is not among them needs nothing.
     pub fn remove(
         &mut self,
         server: Key,
+        settings: &Settings,
         real: SocketAddr,
         reals: &[InstalledReal],
         now: Instant,
     ) -> Option<Operation> {
         let installed = reals.iter().find(|installed| installed.server.address == real)?;
-        if !drains(&server) || is_idle(installed) {
+        if !drains(&server, settings) || is_idle(installed) {
             self.forget(&server, real);
             return Some(Operation::RemoveReal { server, real });
         }
@@ -108,9 +112,10 @@ impl Drain {
     }
 }
 
-fn drains(server: &Key) -> bool {
+fn drains(server: &Key, settings: &Settings) -> bool {
     // Of a mark the protocol is not known.
-    !matches!(server, Key::Address { protocol: Protocol::Udp | Protocol::Sctp, .. })
+    let ends = !matches!(server, Key::Address { protocol: Protocol::Udp | Protocol::Sctp, .. });
+    ends && settings.scheduler != scheduler_name(IpvsScheduler::Dh)
 }
 
 fn is_idle(installed: &InstalledReal) -> bool {
@@ -142,6 +147,20 @@ mod tests {
         InstalledReal { server, plain: true, active, inactive, persistent: 0 }
     }
 
+    fn settings(scheduler: IpvsScheduler) -> Settings {
+        Settings { scheduler: scheduler_name(scheduler).into(), flags: 0, persistence: None }
+    }
+
+    fn remove(
+        drain: &mut Drain,
+        server: Key,
+        real: SocketAddr,
+        reals: &[InstalledReal],
+        now: Instant,
+    ) -> Option<Operation> {
+        drain.remove(server, &settings(IpvsScheduler::Rr), real, reals, now)
+    }
+
     fn removal(protocol: Protocol) -> Operation {
         Operation::RemoveReal { server: key(protocol), real: address() }
     }
@@ -163,7 +182,7 @@ mod tests {
             ("it has weight 0 already", tcp, vec![real(0, 3, 0)], None, 1),
         ] {
             let mut drain = Drain::default();
-            assert_eq!(drain.remove(key(protocol), address(), &installed, now), expected, "{name}");
+            assert_eq!(remove(&mut drain, key(protocol), address(), &installed, now), expected, "{name}");
             assert_eq!(drain.len(), leaving, "{name}");
             assert_eq!(drain.is_leaving(&key(protocol), address()), leaving == 1, "{name}");
         }
@@ -173,7 +192,7 @@ mod tests {
     fn ipvs_leaving_servers_go_when_the_last_connection_does() {
         let (server, now) = (key(Protocol::Tcp), Instant::now());
         let mut drain = Drain::default();
-        drain.remove(server, address(), &[real(1, 2, 0)], now);
+        remove(&mut drain, server, address(), &[real(1, 2, 0)], now);
         assert_eq!(drain.servers().collect::<Vec<_>>(), [&server]);
         assert_eq!(drain.look(&server, &[real(0, 2, 0)], now), []);
         assert_eq!(drain.look(&server, &[real(0, 0, 1)], now), []);
@@ -188,9 +207,9 @@ mod tests {
     fn ipvs_leaving_takes_no_longer_than_it_may() {
         let (server, now) = (key(Protocol::Tcp), Instant::now());
         let mut drain = Drain::default();
-        drain.remove(server, address(), &[real(1, 2, 0)], now);
+        remove(&mut drain, server, address(), &[real(1, 2, 0)], now);
         // Asking again does not begin anew.
-        drain.remove(server, address(), &[real(0, 2, 0)], now + AT_MOST / 2);
+        remove(&mut drain, server, address(), &[real(0, 2, 0)], now + AT_MOST / 2);
         assert_eq!(drain.look(&server, &[real(0, 2, 0)], now + AT_MOST.mul_f32(0.99)), []);
         assert_eq!(drain.look(&server, &[real(0, 2, 0)], now + AT_MOST), [removal(Protocol::Tcp)]);
     }
@@ -200,15 +219,33 @@ mod tests {
         let (server, now) = (key(Protocol::Tcp), Instant::now());
         let mut drain = Drain::default();
         assert!(!drain.keep(&server, address()));
-        drain.remove(server, address(), &[real(1, 2, 0)], now);
+        remove(&mut drain, server, address(), &[real(1, 2, 0)], now);
         assert!(drain.keep(&server, address()) && drain.is_empty());
         assert_eq!(drain.look(&server, &[real(1, 0, 0)], now + AT_MOST), []);
-        drain.remove(server, address(), &[real(1, 2, 0)], now);
+        remove(&mut drain, server, address(), &[real(1, 2, 0)], now);
         drain.gone(&server);
         assert!(drain.is_empty());
         // Without connections by now, it goes at once and leaves no trace.
-        drain.remove(server, address(), &[real(1, 2, 0)], now);
-        assert_eq!(drain.remove(server, address(), &[real(0, 0, 0)], now), Some(removal(Protocol::Tcp)));
+        remove(&mut drain, server, address(), &[real(1, 2, 0)], now);
+        assert_eq!(
+            remove(&mut drain, server, address(), &[real(0, 0, 0)], now),
+            Some(removal(Protocol::Tcp))
+        );
+        assert!(drain.is_empty());
+    }
+
+    #[test]
+    fn ipvs_under_dh_no_endpoint_stays_with_weight_0() {
+        let (server, now) = (key(Protocol::Tcp), Instant::now());
+        let mut drain = Drain::default();
+        let mut remove =
+            |scheduler| drain.remove(server, &settings(scheduler), address(), &[real(1, 3, 0)], now);
+        assert_eq!(remove(IpvsScheduler::Sh), Some(quieted()));
+        assert_eq!(
+            remove(IpvsScheduler::Dh),
+            Some(removal(Protocol::Tcp)),
+            "also if the scheduler has changed"
+        );
         assert!(drain.is_empty());
     }
 }

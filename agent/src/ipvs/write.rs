@@ -168,9 +168,10 @@ impl Servers {
         now: Instant,
         operations: &mut Vec<Operation>,
     ) {
-        operations.push(Operation::AddServer(VirtualServer { key, settings: server.settings }));
+        let Server { settings, reals: wanted } = server;
+        operations.push(Operation::AddServer(VirtualServer { key, settings: settings.clone() }));
         let there: BTreeMap<_, _> = reals.iter().map(|real| (real.server.address, real)).collect();
-        for (address, weight) in &server.reals {
+        for (address, weight) in &wanted {
             self.drain.keep(&key, *address);
             let real = RealServer { address: *address, weight: *weight };
             match there.get(address) {
@@ -181,8 +182,8 @@ impl Servers {
                 Some(_) => {}
             }
         }
-        for address in there.keys().filter(|address| !server.reals.contains_key(address)) {
-            operations.extend(self.drain.remove(key, *address, reals, now));
+        for address in there.keys().filter(|address| !wanted.contains_key(address)) {
+            operations.extend(self.drain.remove(key, &settings, *address, reals, now));
         }
     }
 

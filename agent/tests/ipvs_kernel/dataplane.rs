@@ -360,6 +360,37 @@ fn ipvs_connections_to_an_endpoint_that_leaves_go_on_and_it_goes_with_the_last_o
     });
 }
 
+#[test]
+fn ipvs_an_endpoint_that_leaves_gets_no_new_connection_and_keeps_nobody_from_the_others_with_any_scheduler() {
+    use IpvsScheduler::{Dh, Lblc, Lblcr, Lc, Mh, Nq, Rr, Sed, Sh, Wlc, Wrr};
+    at_node(|lab| {
+        let mut world = loaded(open());
+        let frontend = SocketAddr::new(ip(CLUSTER_IP[0]), 80);
+        let server = Key::new(Protocol::Tcp, frontend.ip(), frontend.port());
+        for scheduler in [Rr, Wrr, Lc, Wlc, Lblc, Lblcr, Sh, Dh, Sed, Nq, Mh] {
+            let mut config = config();
+            config.ipvs.scheduler = scheduler;
+            world.configure(config);
+            world.endpoints("web", &["a", "b", "r"]);
+            world.settle();
+            let mut stream = lab.stream("pod", frontend);
+            let reals = Connection::open().unwrap().reals(&server).unwrap();
+            let used = reals.iter().find(|real| real.active > 0).unwrap().server.address.ip();
+            let stays = |name: &&str| address(name, false) != used;
+            let rest: Vec<_> = ["a", "b", "r"].into_iter().filter(stays).collect();
+            world.endpoints("web", &rest);
+            world.settle();
+            for _ in 0..6 {
+                let answer = lab.tcp("pod", frontend);
+                let is_other = matches!(&answer, Answer::From(name, _) if rest.contains(&name.as_str()));
+                assert!(is_other, "{scheduler:?}: {answer:?}, not one of {rest:?}");
+            }
+            assert!(scheduler == Dh || stream.answers(), "{scheduler:?}");
+            stream.reset();
+        }
+    });
+}
+
 /// Asks from this port, lets the other end close the connection as well, and says who answered and after how long.
 fn ask_from(lab: &Lab, port: u16, to: SocketAddr) -> (Answer, Duration) {
     let pod = Host::named("pod").unwrap();
