@@ -72,8 +72,12 @@ impl Installed {
     /// Virtual servers that are ours, as far as was read.
     pub(super) fn ours(&self) -> BTreeSet<Key> {
         let bound = |key: &&Key| key.address().is_some_and(|address| self.local.bound.contains(&address));
-        let recorded = self.members.iter().filter_map(sets::key);
-        recorded.chain(self.servers.keys().filter(bound).copied()).collect()
+        self.recorded().chain(self.servers.keys().filter(bound).copied()).collect()
+    }
+
+    /// Those that are ours for certain: our sets have them.
+    fn recorded(&self) -> impl Iterator<Item = Key> {
+        self.members.iter().filter_map(sets::key)
     }
 
     /// The UDP and SCTP frontends that were served.
@@ -139,7 +143,9 @@ pub(super) fn compare(
             work.delta.servers.insert(*key, Some(wanted.clone()));
         }
     }
-    let theirs = |key: &Key| key.address().is_none_or(|address| site.excludes(address));
+    let recorded: BTreeSet<Key> = installed.recorded().collect();
+    let excluded = |key: &Key| key.address().is_none_or(|address| site.excludes(address));
+    let theirs = |key: &Key| excluded(key) && !recorded.contains(key);
     let stale = installed.ours().into_iter().filter(|key| {
         let here = key.family() == family && installed.servers.contains_key(key);
         here && !full.servers.contains_key(key) && !theirs(key)

@@ -228,6 +228,29 @@ fn ipvs_a_restart_finds_everything_in_place_and_writes_nothing() {
     });
 }
 
+#[test]
+fn ipvs_our_own_virtual_servers_go_from_a_block_that_was_excluded_while_no_agent_ran() {
+    at_node(|_| {
+        loaded(open()).settle();
+        let foreign = VirtualServer {
+            key: key(Protocol::Tcp, CLUSTER_IP[0], 8443),
+            settings: Settings { scheduler: "wlc".into(), flags: 0, persistence: None },
+        };
+        let mut connection = Connection::open().unwrap();
+        connection.apply(&[Operation::AddServer(foreign.clone())]).unwrap();
+        let mut config = config();
+        config.ipvs.exclude_cidrs = vec!["172.30.0.0/24".parse().unwrap()];
+        let mut successor = World::usual(open());
+        successor.configure(config);
+        load(&mut successor);
+        successor.settle();
+        let there = connection.servers().unwrap().unwrap().into_iter();
+        let excluded = there.filter(|server| server.key.address() == Some(ip(CLUSTER_IP[0])));
+        assert_eq!(excluded.collect::<Vec<_>>(), [foreign]);
+        assert!(!reals(&key(Protocol::Tcp, CLUSTER_IP[1], 80)).is_empty(), "the rest is served");
+    });
+}
+
 // ids: REG-59507 REG-109286
 #[test]
 fn syn_10_what_others_change_is_found_and_repaired_where_it_differs() {
