@@ -13,7 +13,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::IpAddr;
-use std::time::Duration;
 
 use nix::net::if_::if_nametoindex;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -23,9 +22,9 @@ use tracing::{info, warn};
 use crate::conntrack::{self, Entry};
 use crate::iptables::{self, Tools};
 use crate::ipvs::client::Connection;
-use crate::ipvs::connections;
 use crate::ipvs::device::{self, Change, Device, DeviceError};
 use crate::ipvs::server::{Key, Operation};
+use crate::ipvs::{self, DRAIN_AT_MOST};
 use crate::model::{Protocol, family_of};
 use crate::nftables::client;
 use crate::nftables::error::Error;
@@ -35,11 +34,7 @@ use crate::plan::Plan;
 /// kube-proxy's tables in mode nftables.
 const TABLE: &str = "kube-proxy";
 /// Of the thread: tests have a network namespace for each.
-const CONNECTIONS: &str = "/proc/thread-self/net/ip_vs_conn";
 const VIRTUAL_SERVERS: &str = "/proc/thread-self/net/ip_vs";
-
-/// Connections that run through IPVS for longer than this after we have taken over are cut.
-pub const DRAIN_AT_MOST: Duration = Duration::from_hours(1);
 
 /// What the plan knows of kube-proxy's virtual servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -140,14 +135,15 @@ impl Takeover {
             return Ok(Left::Nothing);
         }
         let since = *self.draining.get_or_insert_with(Instant::now);
-        let table = fs::read_to_string(CONNECTIONS).unwrap_or_default();
-        let through = connections(&table).filter(|key| theirs.contains(key)).count();
-        if through > 0 || from_any(&bound).await {
-            if since.elapsed() < DRAIN_AT_MOST {
+        if since.elapsed() < DRAIN_AT_MOST {
+            let through = ipvs::through(&theirs);
+            let through = through.map_err(|error| failed("the virtual servers")(error.to_string()))?;
+            if through > 0 || from_any(&bound).await {
                 info!(through, "kube-proxy's mode ipvs is left in place while connections run through it");
                 return Ok(Left::Draining);
             }
-            warn!(through, "connections through kube-proxy's mode ipvs are cut: they have had their time");
+        } else {
+            warn!("connections through kube-proxy's mode ipvs are cut: they have had their time");
         }
         if let Some(mut connection) = connection {
             let operations: Vec<_> = theirs.iter().copied().map(Operation::RemoveServer).collect();
@@ -204,7 +200,7 @@ fn virtual_servers(
     bound: &BTreeSet<IpAddr>,
     node: &BTreeSet<IpAddr>,
     known: &Known,
-) -> Result<(BTreeSet<Key>, Option<Connection>), crate::ipvs::Error> {
+) -> Result<(BTreeSet<Key>, Option<Connection>), ipvs::Error> {
     // Asking for them would load the kernel's module.
     if !fs::exists(VIRTUAL_SERVERS).unwrap_or_default() {
         return Ok((BTreeSet::new(), None));

@@ -5,13 +5,15 @@
 //!
 //! When another mode takes over ([`Leaving`]), new connections are led by that mode's DNAT, which comes before IPVS. What our chains
 //! decided about new connections would come before it, too, and goes at once; real servers get weight 0. Connections
-//! that run go on until they end, for [`DRAIN`] at most. Until then filter refuses ports of our addresses that no Service has: they are
+//! that run go on until they end, for [`DRAIN_AT_MOST`]. Until then filter refuses ports of our addresses that no Service has: they are
 //! local still. UDP flows do not end, so they are led anew.
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io;
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 use tokio::task::spawn_blocking;
@@ -29,10 +31,11 @@ use crate::ipset::{self, Kind as _};
 use crate::iptables::Tools;
 use crate::iptables::batch::{Script, Section};
 use crate::iptables::runner::{self, Runner};
-use crate::kernel::SyncError;
+use crate::kernel::{SyncError, SyncFailure};
 use crate::model::Protocol;
-use crate::userspace::shared::DRAIN;
 
+/// Connections that run through IPVS for longer than this after another mode has taken over are cut.
+pub(crate) const DRAIN_AT_MOST: Duration = Duration::from_hours(1);
 /// Of the thread: tests have a network namespace for each.
 const CONNECTIONS: &str = "/proc/thread-self/net/ip_vs_conn";
 
@@ -153,17 +156,23 @@ impl Leaving {
 
     /// Removes everything if no connection is left, or if they have had their time. Returns whether that is done.
     pub async fn look(&self) -> Result<bool, SyncError> {
-        let table = fs::read_to_string(CONNECTIONS).unwrap_or_default();
-        let through = connections(&table).filter(|key| self.keys.contains(key)).count();
-        if through > 0 && self.since.elapsed() < DRAIN {
-            info!(through, "connections run through IPVS still");
-            return Ok(false);
-        }
-        if through > 0 {
-            warn!(through, "connections through IPVS are cut: they have had their time");
+        if self.since.elapsed() < DRAIN_AT_MOST {
+            let through = through(&self.keys).map_err(|error| self.failed(&error))?;
+            if through > 0 {
+                info!(through, "connections run through IPVS still");
+                return Ok(false);
+            }
+        } else {
+            warn!("connections through IPVS are cut: they have had their time");
         }
         cleanup(std::slice::from_ref(&self.tools), &self.families).await?;
         Ok(true)
+    }
+
+    fn failed(&self, error: &io::Error) -> SyncError {
+        let family = self.families.first().copied().unwrap_or(IpFamily::IPv4);
+        let message = format!("virtual servers of mode ipvs stay for now: {error}");
+        SyncError { family, failure: SyncFailure::SyncFailed, message }
     }
 }
 
@@ -195,9 +204,26 @@ async fn leave(tools: &Tools, family: IpFamily) -> Result<BTreeSet<Key>, Failure
     Ok(keys)
 }
 
+/// How many open TCP or SCTP connections run through these virtual servers.
+pub(crate) fn through(keys: &BTreeSet<Key>) -> io::Result<usize> {
+    count(fs::read_to_string(CONNECTIONS), keys)
+}
+
+fn count(table: io::Result<String>, keys: &BTreeSet<Key>) -> io::Result<usize> {
+    match table {
+        Ok(table) => Ok(connections(&table).filter(|key| keys.contains(key)).count()),
+        // The module of the kernel is not loaded.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(io::Error::new(
+            error.kind(),
+            format!("whether connections run through them cannot be read from {CONNECTIONS}: {error}"),
+        )),
+    }
+}
+
 /// The virtual server of each open TCP or SCTP connection of IPVS:
 /// `Pro FromIP FPrt ToIP TPrt DestIP DPrt State Expires …`.
-pub(crate) fn connections(table: &str) -> impl Iterator<Item = Key> {
+fn connections(table: &str) -> impl Iterator<Item = Key> {
     table.lines().filter_map(|line| {
         let words: Vec<_> = line.split_whitespace().collect();
         let [protocol, _, _, to, port, _, _, state, ..] = words.as_slice() else { return None };
@@ -239,5 +265,16 @@ mod tests {
                   fd00:0000:0000:0000:0000:0000:0000:0009 1F90 ESTABLISHED     899";
         assert_eq!(seen(v6), [Key::at(Protocol::Tcp, "[fd00:10:96::a]:53")]);
         assert_eq!(seen(&line("UDP", "ESTABLISHED")), [], "not one");
+    }
+
+    #[test]
+    fn connections_that_cannot_be_read_do_not_count_as_none() {
+        let keys = [Key::at(Protocol::Tcp, "10.96.0.80:80")].into();
+        let open = "TCP C0A84D02 D1A2 0A600050 0050 0AF4000A 1F90 ESTABLISHED 899";
+        assert_eq!(count(Ok(open.to_owned()), &keys).unwrap(), 1);
+        assert_eq!(count(Ok(open.to_owned()), &BTreeSet::new()).unwrap(), 0);
+        assert_eq!(count(Err(io::ErrorKind::NotFound.into()), &keys).unwrap(), 0, "no module");
+        let error = count(Err(io::ErrorKind::PermissionDenied.into()), &keys).unwrap_err();
+        assert!(error.to_string().contains(CONNECTIONS), "{error}");
     }
 }

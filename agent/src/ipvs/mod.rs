@@ -20,5 +20,5 @@ mod write;
 
 pub use dataplane::Dataplane;
 pub use error::{Error, Refusal};
-pub(crate) use leave::connections;
+pub(crate) use leave::{DRAIN_AT_MOST, through};
 pub use leave::{Leaving, cleanup, has_chains, installed, remove_chains};
