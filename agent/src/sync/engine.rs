@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, Mode};
+use pointsman_crds::settings::{IpFamilyPolicy, IptablesBackend, IpvsScheduler, Mode};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
@@ -57,6 +57,8 @@ struct Setup {
     fallback_modes: Vec<Mode>,
     policy: IpFamilyPolicy,
     backend: IptablesBackend,
+    /// If mode ipvs may be chosen: the kernel may lack it.
+    scheduler: Option<IpvsScheduler>,
     families: Vec<IpFamily>,
 }
 
@@ -68,11 +70,13 @@ impl Setup {
                 families.push(family);
             }
         }
+        let may_be_ipvs = config.mode == Mode::Ipvs || config.fallback_modes.contains(&Mode::Ipvs);
         Self {
             mode: config.mode,
             fallback_modes: config.fallback_modes.clone(),
             policy: config.ip_family_policy,
             backend: config.iptables.backend,
+            scheduler: may_be_ipvs.then_some(config.ipvs.scheduler),
             families,
         }
     }

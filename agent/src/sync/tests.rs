@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
-use pointsman_crds::settings::{DriftPolicy, Mode};
+use pointsman_crds::settings::{DriftPolicy, IpvsScheduler, Mode};
 use tokio::time::{Instant, sleep};
 
 use super::*;
@@ -274,6 +274,33 @@ async fn a_mode_that_the_node_cannot_run_is_incompatible_and_the_old_one_goes_on
     sleep(Duration::from_secs(2)).await;
     assert_eq!(rig.now().compatibility, Compatibility::Supported);
     assert!(rig.now().config.rejected.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduler_that_the_kernel_lacks_is_incompatible_before_anything_is_written() {
+    let rig = rig();
+    rig.begin().await;
+    let with = |mode, scheduler| {
+        let mut config = sample();
+        (config.mode, config.ipvs.scheduler) = (mode, scheduler);
+        candidate("default", config)
+    };
+    rig.config(with(Mode::Iptables, IpvsScheduler::Mh)).await;
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(rig.script.lock().unwrap().opened, 1, "mode iptables does not mind");
+    rig.config(with(Mode::Ipvs, IpvsScheduler::Rr)).await;
+    sleep(Duration::from_secs(2)).await;
+    let writes = rig.writes().len();
+    rig.script.lock().unwrap().refuse =
+        Some(Rejection { reason: "KernelUnsupported", message: "no ip_vs_mh".to_owned() });
+    rig.config(with(Mode::Ipvs, IpvsScheduler::Mh)).await;
+    sleep(Duration::from_secs(2)).await;
+    assert!(matches!(rig.now().compatibility, Compatibility::Incompatible(_)));
+    assert_eq!(rig.writes().len(), writes);
+    rig.script.lock().unwrap().refuse = None;
+    sleep(Duration::from_secs(31)).await;
+    assert_eq!(rig.now().compatibility, Compatibility::Supported);
+    assert!(rig.writes().len() > writes);
 }
 
 #[tokio::test(start_paused = true)]
