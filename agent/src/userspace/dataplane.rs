@@ -155,10 +155,8 @@ impl Dataplane {
             _ => Steering::new(node, family.listeners.tcp),
         };
         // They go when no rule leads to them any more.
-        let mut gone = Vec::new();
-        for id in &ids {
-            gone.extend(family.serve(id, plan.port(id), &wanted, &self.shared)?);
-        }
+        let ports = ids.iter().map(|id| (id, plan.port(id)));
+        let gone = family.follow(ports, &wanted, &self.shared)?;
         let transaction = steering.follow(plan, &ids, &family.listeners);
         let written = if anew {
             self.write_anew(node.family, &steering, synced).await?
@@ -302,7 +300,43 @@ impl Family {
         Ok(true)
     }
 
-    /// Lets the proxy follow a Service port. Returns sockets that are not needed any more.
+    /// Lets the proxy follow these Service ports. Returns sockets that are not needed any more.
+    fn follow<'a>(
+        &mut self,
+        ports: impl Iterator<Item = (&'a PortId, Option<&'a Arc<PortPlan>>)>,
+        setting: &Arc<Setting>,
+        shared: &Arc<Shared>,
+    ) -> Result<Vec<udp::Listener>, SyncError> {
+        let (mut gone, mut before, mut failed) = (Vec::new(), Vec::new(), None);
+        for (id, plan) in ports {
+            let served = self.ports.get(id);
+            before.extend(served.map(|served| (Arc::clone(&served.port), Arc::clone(&served.plan))));
+            match self.serve(id, plan, setting, shared) {
+                Ok(sockets) => gone.extend(sockets),
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        // Only now: a frontend that passes from one Service port to another, such as one that is renamed, has one at any time.
+        for (port, plan) in before {
+            self.take_out(&port, &plan);
+        }
+        failed.map_or(Ok(gone), Err)
+    }
+
+    /// Takes out the frontends that a Service port has had and has no more.
+    fn take_out(&self, port: &Arc<ServicePort>, before: &PortPlan) {
+        let now = self.ports.get(&port.id).filter(|served| Arc::ptr_eq(&served.port, port));
+        let now = now.map(|served| &*served.plan);
+        let kept: Vec<_> = now.into_iter().flat_map(steer::frontends).map(|(address, _)| address).collect();
+        let addresses = steer::frontends(before).map(|(address, _)| address);
+        let node_port = before.node_port.filter(|number| now.and_then(|now| now.node_port) != Some(*number));
+        self.frontends.remove(port, addresses.filter(|address| !kept.contains(address)), node_port);
+    }
+
+    /// Lets the proxy follow a Service port, but for frontends that it has no more. Returns sockets that are not needed any more.
     fn serve(
         &mut self,
         id: &PortId,
@@ -312,10 +346,6 @@ impl Family {
     ) -> Result<Vec<udp::Listener>, SyncError> {
         let mut gone = Vec::new();
         let before = self.ports.remove(id);
-        if let Some(before) = &before {
-            let addresses = steer::frontends(&before.plan).map(|(address, _)| address);
-            self.frontends.remove(&before.port, addresses, before.plan.node_port);
-        }
         let Some(plan) = plan else {
             if let Some(before) = before {
                 before.port.counters.forget();
@@ -397,4 +427,56 @@ pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
 /// Removes our tables of these families. Touches nothing else; what is not there is no error.
 pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
     client::remove(families, table).await.map(drop).map_err(|(family, error)| failed(family, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::super::tests::{plan, setting, shared};
+    use super::*;
+    use crate::model::ObjectName;
+
+    fn id(port: &str) -> PortId {
+        PortId::new(ObjectName::new("ns", "web"), IpFamily::IPv4, port.into(), Protocol::Tcp)
+    }
+
+    #[test]
+    fn a_frontend_has_a_service_port_at_any_time_while_its_endpoints_change_or_it_passes_to_another() {
+        let (mut family, setting, shared) = (Family::default(), setting(), shared());
+        let (one, other) = (Arc::new(plan(&[])), Arc::new(plan(&["127.0.0.1:1".parse().unwrap()])));
+        let (a, b) = (id("a"), id("b"));
+        let mut follow = |ports: &[(&PortId, Option<&Arc<PortPlan>>)]| {
+            family.follow(ports.iter().copied(), &setting, &shared).unwrap();
+            Arc::clone(&family.frontends)
+        };
+        let frontends = follow(&[(&a, Some(&one))]);
+        let stop = Arc::new(AtomicBool::new(false));
+        let addresses = ["10.96.0.1:80", "192.168.0.2:30080"].map(|text| text.parse().unwrap());
+        let finders = addresses.map(|address: SocketAddr| {
+            let (frontends, stop) = (Arc::clone(&frontends), Arc::clone(&stop));
+            std::thread::spawn(move || {
+                let mut lost = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    lost += usize::from(frontends.find(address).is_none());
+                }
+                lost
+            })
+        });
+        for _ in 0..5_000 {
+            follow(&[(&a, Some(&other))]);
+            follow(&[(&a, Some(&one))]);
+            // Renamed, and back.
+            follow(&[(&a, None), (&b, Some(&one))]);
+            follow(&[(&a, Some(&one)), (&b, None)]);
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(finders.map(|finder| finder.join().unwrap()), [0, 0]);
+        let moved = Arc::new(PortPlan { port: 81, node_port: None, ..plan(&[]) });
+        follow(&[(&a, Some(&moved))]);
+        assert_eq!(addresses.map(|address| frontends.find(address).is_some()), [false, false]);
+        assert!(frontends.find("10.96.0.1:81".parse().unwrap()).is_some());
+        follow(&[(&a, None)]);
+        assert!(frontends.find("10.96.0.1:81".parse().unwrap()).is_none());
+    }
 }

@@ -82,7 +82,7 @@ impl Frontends {
         }
     }
 
-    fn find(&self, frontend: SocketAddr) -> Option<(Entrance, Arc<ServicePort>)> {
+    pub(super) fn find(&self, frontend: SocketAddr) -> Option<(Entrance, Arc<ServicePort>)> {
         let table = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let node_port = || Some((Entrance::External, Arc::clone(table.node_ports.get(&frontend.port())?)));
         table.addresses.get(&frontend).cloned().or_else(node_port)
