@@ -57,6 +57,13 @@ struct Family {
     steering: Option<Steering>,
 }
 
+/// Sockets that are not needed any more.
+#[derive(Default)]
+struct Gone {
+    tcp: Option<Listener>,
+    udp: Vec<udp::Listener>,
+}
+
 /// One Service port.
 struct Served {
     port: Arc<ServicePort>,
@@ -140,7 +147,9 @@ impl Dataplane {
         // Taken out, so that it stays unknown if the write fails or is cancelled.
         let known = family.steering.take();
         let wanted = Arc::new(Setting::new(node, plan.config()));
-        let moved = family.listen(node, plan, &self.shared)?;
+        // They go when no rule leads to them any more.
+        let mut gone = Gone::default();
+        let moved = family.listen(node, plan, &self.shared, &mut gone)?;
         let anew = moved || known.is_none() || family.setting.as_ref() != Some(&wanted);
         family.setting = Some(Arc::clone(&wanted));
         let mut ids: Vec<&PortId> = changes.ports.iter().filter(|id| id.family == node.family).collect();
@@ -154,9 +163,8 @@ impl Dataplane {
             Some(known) if !anew => known,
             _ => Steering::new(node, family.listeners.tcp),
         };
-        // They go when no rule leads to them any more.
         let ports = ids.iter().map(|id| (id, plan.port(id)));
-        let gone = family.follow(ports, &wanted, &self.shared)?;
+        family.follow(ports, &wanted, &self.shared, &mut gone)?;
         let transaction = steering.follow(plan, &ids, &family.listeners);
         let written = if anew {
             self.write_anew(node.family, &steering, synced).await?
@@ -278,15 +286,21 @@ impl Drop for Dataplane {
 
 impl Family {
     /// Listens for TCP at the node's own address. Returns whether that is another socket than before.
-    fn listen(&mut self, node: &NodePlan, plan: &Plan, shared: &Arc<Shared>) -> Result<bool, SyncError> {
+    fn listen(
+        &mut self,
+        node: &NodePlan,
+        plan: &Plan,
+        shared: &Arc<Shared>,
+        gone: &mut Gone,
+    ) -> Result<bool, SyncError> {
         let Some(address) = node.primary else {
             if plan.ports(node.family).next().is_some() {
                 let message = "the Node has no address of this family that the proxy could listen at; set ipFamilyPolicy to what the node has".to_owned();
                 return Err(SyncError { family: node.family, failure: SyncFailure::SyncFailed, message });
             }
-            let moved = self.tcp.take().is_some();
+            gone.tcp = self.tcp.take();
             self.listeners.tcp = None;
-            return Ok(moved);
+            return Ok(gone.tcp.is_some());
         };
         if self.tcp.as_ref().is_some_and(|listener| listener.address.ip() == address) {
             return Ok(false);
@@ -296,34 +310,32 @@ impl Family {
             .map_err(|error| not_listening(node.family, address, &error))?;
         info!(address = %listener.address, "the proxy listens");
         self.listeners.tcp = Some(listener.address);
-        self.tcp = Some(listener);
+        gone.tcp = self.tcp.replace(listener);
         Ok(true)
     }
 
-    /// Lets the proxy follow these Service ports. Returns sockets that are not needed any more.
+    /// Lets the proxy follow these Service ports.
     fn follow<'a>(
         &mut self,
         ports: impl Iterator<Item = (&'a PortId, Option<&'a Arc<PortPlan>>)>,
         setting: &Arc<Setting>,
         shared: &Arc<Shared>,
-    ) -> Result<Vec<udp::Listener>, SyncError> {
-        let (mut gone, mut before, mut failed) = (Vec::new(), Vec::new(), None);
+        gone: &mut Gone,
+    ) -> Result<(), SyncError> {
+        let (mut before, mut outcome) = (Vec::new(), Ok(()));
         for (id, plan) in ports {
             let served = self.ports.get(id);
             before.extend(served.map(|served| (Arc::clone(&served.port), Arc::clone(&served.plan))));
-            match self.serve(id, plan, setting, shared) {
-                Ok(sockets) => gone.extend(sockets),
-                Err(error) => {
-                    failed = Some(error);
-                    break;
-                }
+            outcome = self.serve(id, plan, setting, shared, gone);
+            if outcome.is_err() {
+                break;
             }
         }
         // Only now: a frontend that passes from one Service port to another, such as one that is renamed, has one at any time.
         for (port, plan) in before {
             self.take_out(&port, &plan);
         }
-        failed.map_or(Ok(gone), Err)
+        outcome
     }
 
     /// Takes out the frontends that a Service port has had and has no more.
@@ -336,22 +348,22 @@ impl Family {
         self.frontends.remove(port, addresses.filter(|address| !kept.contains(address)), node_port);
     }
 
-    /// Lets the proxy follow a Service port, but for frontends that it has no more. Returns sockets that are not needed any more.
+    /// Lets the proxy follow a Service port, but for frontends that it has no more.
     fn serve(
         &mut self,
         id: &PortId,
         plan: Option<&Arc<PortPlan>>,
         setting: &Arc<Setting>,
         shared: &Arc<Shared>,
-    ) -> Result<Vec<udp::Listener>, SyncError> {
-        let mut gone = Vec::new();
+        gone: &mut Gone,
+    ) -> Result<(), SyncError> {
         let before = self.ports.remove(id);
         let Some(plan) = plan else {
             if let Some(before) = before {
                 before.port.counters.forget();
-                gone.extend(self.forget(id, before.udp));
+                gone.udp.extend(self.forget(id, before.udp));
             }
-            return Ok(gone);
+            return Ok(());
         };
         let (port, mut udp) = if let Some(before) = before {
             before.port.update(Arc::clone(plan), Arc::clone(setting));
@@ -366,7 +378,7 @@ impl Family {
             Protocol::Udp => {
                 let address = self.listeners.tcp.map(|listener| listener.ip());
                 if udp.iter().any(|(_, listener)| Some(listener.address.ip()) != address) {
-                    gone.extend(self.forget(id, std::mem::take(&mut udp)));
+                    gone.udp.extend(self.forget(id, std::mem::take(&mut udp)));
                 }
                 for entrance in [Entrance::Internal, Entrance::External] {
                     let wanted = steer::frontends(plan).any(|(_, kind)| kind == entrance)
@@ -382,7 +394,7 @@ impl Family {
                         }
                         (false, Some(index), _) => {
                             let closed = vec![udp.swap_remove(index)];
-                            gone.extend(self.forget(id, closed));
+                            gone.udp.extend(self.forget(id, closed));
                         }
                         _ => {}
                     }
@@ -393,7 +405,7 @@ impl Family {
             }
         }
         self.ports.insert(id.clone(), Served { port, plan: Arc::clone(plan), udp });
-        Ok(gone)
+        Ok(())
     }
 
     fn forget(&mut self, id: &PortId, udp: Vec<(Entrance, udp::Listener)>) -> Vec<udp::Listener> {
@@ -435,6 +447,7 @@ mod tests {
 
     use super::super::tests::{plan, setting, shared};
     use super::*;
+    use crate::config::tests::sample;
     use crate::model::ObjectName;
 
     fn id(port: &str) -> PortId {
@@ -447,7 +460,7 @@ mod tests {
         let (one, other) = (Arc::new(plan(&[])), Arc::new(plan(&["127.0.0.1:1".parse().unwrap()])));
         let (a, b) = (id("a"), id("b"));
         let mut follow = |ports: &[(&PortId, Option<&Arc<PortPlan>>)]| {
-            family.follow(ports.iter().copied(), &setting, &shared).unwrap();
+            family.follow(ports.iter().copied(), &setting, &shared, &mut Gone::default()).unwrap();
             Arc::clone(&family.frontends)
         };
         let frontends = follow(&[(&a, Some(&one))]);
@@ -478,5 +491,23 @@ mod tests {
         assert!(frontends.find("10.96.0.1:81".parse().unwrap()).is_some());
         follow(&[(&a, None)]);
         assert!(frontends.find("10.96.0.1:81".parse().unwrap()).is_none());
+    }
+
+    #[test]
+    fn while_the_address_of_the_node_changes_the_old_socket_listens_until_rules_lead_to_the_new_one() {
+        let (mut family, shared, mut gone) = (Family::default(), shared(), Gone::default());
+        let plan = Plan::new(sample(), &[IpFamily::IPv4]);
+        let mut listen = |address: [u8; 4], gone: &mut Gone| {
+            let node = NodePlan { primary: Some(address.into()), ..setting().node.clone() };
+            assert!(family.listen(&node, &plan, &shared, gone).unwrap());
+            family.listeners.tcp.unwrap()
+        };
+        let old = listen([127, 0, 0, 1], &mut gone);
+        let new = listen([127, 0, 0, 2], &mut gone);
+        for address in [old, new] {
+            std::net::TcpStream::connect(address).unwrap();
+        }
+        drop(gone);
+        std::net::TcpStream::connect(old).unwrap_err();
     }
 }
