@@ -31,6 +31,9 @@ use tokio::time::{Instant, sleep_until};
 pub const BUFFER: usize = 16 << 10;
 /// After so many bytes in one direction, read [`BUFFER`] at a time, a pipe is worth its two file descriptors.
 pub const BULK: usize = 256 << 10;
+/// An endpoint that closes a connection on which nothing was said does not want it. One that closes later has waited for long enough,
+/// and is well.
+pub const UNWANTED: Duration = Duration::from_secs(2);
 /// What moves through a pipe at once: what a pipe holds, if nobody has changed that.
 const PIPE: usize = 64 << 10;
 
@@ -93,6 +96,12 @@ impl Shared<'_> {
         self.last.store(milliseconds(self.start.elapsed()), Ordering::Relaxed);
     }
 
+    /// Whether an endpoint that finishes now does so without need.
+    fn is_unused(&self) -> bool {
+        let said = self.moved.load(Ordering::Relaxed) || self.half_closed.load(Ordering::Relaxed);
+        !said && self.start.elapsed() < UNWANTED
+    }
+
     async fn silence(&self, patience: Patience) {
         loop {
             let half_closed = self.half_closed.load(Ordering::Relaxed);
@@ -141,8 +150,8 @@ pub async fn relay(
     };
     let (from_client, to_client) = client.split();
     let (from_endpoint, to_endpoint) = endpoint.split();
-    let up = pump(from_client, to_endpoint, &shared, &bytes.to_endpoint);
-    let down = pump(from_endpoint, to_client, &shared, &bytes.to_client);
+    let up = pump(from_client, to_endpoint, false, &shared, &bytes.to_endpoint);
+    let down = pump(from_endpoint, to_client, true, &shared, &bytes.to_client);
     let both = async {
         let up = async { up.await.map_err(|stopped| (true, stopped)) };
         let down = async { down.await.map_err(|stopped| (false, stopped)) };
@@ -167,6 +176,7 @@ pub async fn relay(
 async fn pump(
     mut from: ReadHalf<'_>,
     to: WriteHalf<'_>,
+    is_endpoint: bool,
     shared: &Shared<'_>,
     counter: &Counter,
 ) -> Result<(), Stopped> {
@@ -186,6 +196,9 @@ async fn pump(
         let Passed { count, mut rest } =
             std::future::poll_fn(|context| pass(&mut from, &to, shared, context)).await?;
         if count == 0 {
+            if is_endpoint && shared.is_unused() {
+                return Err(Stopped::Source(io::ErrorKind::UnexpectedEof.into()));
+            }
             break;
         }
         while !rest.is_empty() {

@@ -147,11 +147,29 @@ async fn an_endpoint_that_goes_before_anything_was_said_is_told_apart() {
     server.set_zero_linger().unwrap();
     drop(server);
     assert!(matches!(task.await.unwrap(), Ended::Unused(_)));
+    let (_client, server, task, _) = relayed(PATIENCE).await;
+    drop(server);
+    assert!(matches!(task.await.unwrap(), Ended::Unused(_)), "closed as is usual");
     // A client that goes is no reason to look for another endpoint.
     let (client, _server, task, _) = relayed(PATIENCE).await;
     client.set_zero_linger().unwrap();
     drop(client);
     assert!(matches!(task.await.unwrap(), Ended::Broken(_)));
+    // Nor is one that has said nothing and wants to say nothing more, or has let the endpoint wait for too long.
+    for wait in [None, Some(UNWANTED)] {
+        let (mut client, mut server, task, _) = relayed(PATIENCE).await;
+        match wait {
+            None => {
+                client.shutdown().await.unwrap();
+                assert_eq!(server.read(&mut [0]).await.unwrap(), 0);
+            }
+            Some(wait) => tokio::time::sleep(wait).await,
+        }
+        drop(server);
+        assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
+        drop(client);
+        assert!(matches!(task.await.unwrap(), Ended::Well));
+    }
 }
 
 #[tokio::test]

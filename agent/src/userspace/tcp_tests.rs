@@ -24,14 +24,16 @@ async fn endpoint() -> (SocketAddr, JoinHandle<()>) {
     (address, task)
 }
 
-/// Takes everybody, and leaves before a word.
-async fn leaver() -> SocketAddr {
+/// Takes everybody, and leaves before a word: by a reset, or as is usual.
+async fn leaver(resets: bool) -> SocketAddr {
     let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = socket.local_addr().unwrap();
     tokio::spawn(async move {
         while let Ok((stream, _)) = socket.accept().await {
             sleep(Duration::from_millis(20)).await;
-            reset(&stream);
+            if resets {
+                reset(&stream);
+            }
         }
     });
     address
@@ -111,12 +113,12 @@ async fn connections_go_to_all_endpoints_in_turn() {
 
 #[tokio::test]
 async fn lnp_3_an_endpoint_that_refuses_or_leaves_is_replaced_unnoticed_and_then_rests() {
-    let (good, refuser, leaver) = (endpoint().await.0, refuser().await, leaver().await);
-    let rig = rig(&[good, refuser, leaver]);
+    let (good, refuser) = (endpoint().await.0, refuser().await);
+    let rig = rig(&[good, refuser, leaver(true).await, leaver(false).await]);
     for _ in 0..30 {
         assert_eq!(rig.ask().await.unwrap(), good.port());
     }
-    assert_eq!(rig.shared.counters.resting().join(" ").matches("127.0.0.1:").count(), 2);
+    assert_eq!(rig.shared.counters.resting().join(" ").matches("127.0.0.1:").count(), 3);
     let failures = rig.failures();
     assert!(
         failures.contains("reason=\"refused\"} 3") && failures.contains("reason=\"closed\"} "),
