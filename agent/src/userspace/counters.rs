@@ -2,9 +2,10 @@
 //!
 //! In: nothing. Out: counters per Service port that the data path raises and `/metrics` shows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -80,19 +81,36 @@ pub struct Counters {
     connections: Family<ByPort, Counter>,
     open: Family<ByPort, Gauge>,
     resting: Family<ByPort, Gauge>,
-    /// Which ones, by label.
-    who_rests: Arc<Mutex<BTreeMap<String, Vec<SocketAddr>>>>,
+    who_rests: Arc<Mutex<WhoRests>>,
     bytes: Family<ByDirection, Counter>,
     failures: Family<ByFailure, Counter>,
     /// Connections that had to wait, and datagrams that were dropped, because there were as many as the agent can hold.
     pub limited: Counter,
 }
 
+/// Which endpoints rest.
+#[derive(Debug, Default)]
+struct WhoRests {
+    /// So many have been given counters.
+    sources: u64,
+    /// By label, and by who says so: the proxy of a mode and that of localhost may have the same Service port.
+    ports: BTreeMap<String, BTreeMap<u64, Vec<SocketAddr>>>,
+}
+
+impl WhoRests {
+    fn of(&self, port: &str) -> BTreeSet<SocketAddr> {
+        self.ports.get(port).into_iter().flat_map(BTreeMap::values).flatten().copied().collect()
+    }
+}
+
 /// The counters of one Service port.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct PortCounters {
     all: Counters,
     label: ByPort,
+    source: u64,
+    /// Whether this counts no more. Changed under the lock of [`WhoRests`].
+    gone: AtomicBool,
     /// Connections, or flows of datagrams, that were begun.
     pub connections: Counter,
     /// Those that are open.
@@ -133,19 +151,29 @@ impl Counters {
     /// Which endpoints rest: Service port and address.
     #[must_use]
     pub fn resting(&self) -> Vec<String> {
-        let who = self.who_rests.lock().unwrap_or_else(PoisonError::into_inner);
-        who.iter()
-            .map(|(port, endpoints)| {
-                let endpoints: Vec<String> = endpoints.iter().map(ToString::to_string).collect();
+        let who = self.who_rests();
+        who.ports
+            .keys()
+            .map(|port| {
+                let endpoints: Vec<String> = who.of(port).iter().map(ToString::to_string).collect();
                 format!("{port} {}", endpoints.join(", "))
             })
             .collect()
+    }
+
+    fn who_rests(&self) -> MutexGuard<'_, WhoRests> {
+        self.who_rests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The counters of a Service port.
     #[must_use]
     pub fn of(&self, id: &PortId) -> PortCounters {
         let label = ByPort::of(id);
+        let source = {
+            let mut who = self.who_rests();
+            who.sources += 1;
+            who.sources
+        };
         let bytes = |direction| self.bytes.get_or_create_owned(&label.direction(direction));
         PortCounters {
             connections: self.connections.get_or_create_owned(&label),
@@ -154,6 +182,8 @@ impl Counters {
             bytes: Bytes { to_endpoint: bytes("to_endpoint"), to_client: bytes("to_client") },
             all: self.clone(),
             label,
+            source,
+            gone: AtomicBool::new(false),
         }
     }
 }
@@ -186,25 +216,52 @@ impl ByPort {
 impl PortCounters {
     /// Something did not go well.
     pub fn failed(&self, failure: Failure) {
-        self.all.failures.get_or_create(&self.label.failure(failure)).inc();
+        // Kept, or what is forgotten meanwhile would come back.
+        let _who = self.all.who_rests();
+        if !self.gone.load(Ordering::Relaxed) {
+            self.all.failures.get_or_create(&self.label.failure(failure)).inc();
+        }
     }
 
     /// These endpoints rest now.
     pub fn rest(&self, endpoints: Vec<SocketAddr>) {
-        self.resting.set(i64::try_from(endpoints.len()).unwrap_or(i64::MAX));
+        let mut who = self.all.who_rests();
+        if !self.gone.load(Ordering::Relaxed) {
+            self.note(&mut who, endpoints);
+        }
+    }
+
+    fn note(&self, who: &mut WhoRests, endpoints: Vec<SocketAddr>) {
         let ByPort { service, protocol, ip_family } = &self.label;
         let port = format!("{service}/{protocol} ({ip_family})");
-        let mut who = self.all.who_rests.lock().unwrap_or_else(PoisonError::into_inner);
+        let sources = who.ports.entry(port.clone()).or_default();
         if endpoints.is_empty() {
-            who.remove(&port);
+            sources.remove(&self.source);
         } else {
-            who.insert(port, endpoints);
+            sources.insert(self.source, endpoints);
         }
+        let is_empty = sources.is_empty();
+        self.resting.set(i64::try_from(who.of(&port).len()).unwrap_or(i64::MAX));
+        if is_empty {
+            who.ports.remove(&port);
+        }
+    }
+
+    fn go(&self, who: &mut WhoRests) {
+        if !self.gone.swap(true, Ordering::Relaxed) {
+            self.note(who, Vec::new());
+        }
+    }
+
+    /// Nobody is led anywhere by this any more: no endpoint rests, and what fails is not counted.
+    pub fn leave(&self) {
+        self.go(&mut self.all.who_rests());
     }
 
     /// The Service port is gone. What is still under way is not counted any more.
     pub fn forget(&self) {
-        self.rest(Vec::new());
+        let mut who = self.all.who_rests();
+        self.go(&mut who);
         self.all.connections.remove(&self.label);
         self.all.open.remove(&self.label);
         self.all.resting.remove(&self.label);
@@ -214,5 +271,65 @@ impl PortCounters {
         for failure in Failure::ALL {
             self.all.failures.remove(&self.label.failure(failure));
         }
+    }
+}
+
+impl Drop for PortCounters {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman_crds::proxy_node_status::IpFamily;
+
+    use super::*;
+    use crate::model::ObjectName;
+
+    fn id() -> PortId {
+        PortId::new(ObjectName::new("ns", "web"), IpFamily::IPv4, "".into(), Protocol::Tcp)
+    }
+
+    fn endpoints(ports: &[u16]) -> Vec<SocketAddr> {
+        ports.iter().map(|port| SocketAddr::from(([10, 244, 0, 9], *port))).collect()
+    }
+
+    #[test]
+    fn two_proxies_of_a_service_port_do_not_wipe_what_the_other_says_of_its_endpoints() {
+        let counters = Counters::default();
+        let (proxy, localhost) = (counters.of(&id()), counters.of(&id()));
+        proxy.rest(endpoints(&[1]));
+        localhost.rest(Vec::new());
+        assert_eq!(counters.resting(), ["ns/web/TCP (IPv4) 10.244.0.9:1"]);
+        localhost.rest(endpoints(&[1, 2]));
+        assert_eq!(counters.resting(), ["ns/web/TCP (IPv4) 10.244.0.9:1, 10.244.0.9:2"]);
+        assert_eq!((proxy.resting.get(), localhost.resting.get()), (2, 2));
+        drop(localhost);
+        assert_eq!(proxy.resting.get(), 1);
+        proxy.leave();
+        proxy.rest(endpoints(&[1]));
+        assert_eq!((counters.resting(), proxy.resting.get()), (Vec::new(), 0));
+    }
+
+    #[test]
+    fn a_service_port_that_is_forgotten_does_not_come_back_with_an_old_connection() {
+        let counters = Counters::default();
+        let port = counters.of(&id());
+        port.failed(Failure::Broken);
+        port.rest(endpoints(&[1]));
+        let shown = || {
+            let mut registry = Registry::default();
+            counters.register(&mut registry);
+            let mut text = String::new();
+            prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+            text
+        };
+        assert!(shown().contains("ns/web"), "{}", shown());
+        port.forget();
+        port.failed(Failure::Broken);
+        port.rest(endpoints(&[1]));
+        assert!(!shown().contains("ns/web"), "{}", shown());
+        assert_eq!(counters.resting(), Vec::<String>::new());
     }
 }

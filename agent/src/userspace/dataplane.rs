@@ -274,6 +274,7 @@ impl Drop for Dataplane {
         // Nothing leads here any more; a listener that is left would only take what comes by mistake.
         for family in families.values_mut() {
             family.tcp = None;
+            family.ports.values().for_each(|served| served.port.counters.leave());
         }
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
@@ -509,5 +510,22 @@ mod tests {
         }
         drop(gone);
         std::net::TcpStream::connect(old).unwrap_err();
+    }
+
+    #[test]
+    fn nobody_rests_once_the_mode_is_left_even_if_connections_go_on() {
+        let mut dataplane = Dataplane::leftover(&[IpFamily::IPv4]).unwrap();
+        let (shared, endpoint) = (Arc::clone(&dataplane.shared), "127.0.0.1:1".parse().unwrap());
+        let (a, plan) = (id("a"), Arc::new(plan(&[endpoint])));
+        let family = dataplane.families.get_mut(&IpFamily::IPv4).unwrap();
+        let ports = [(&a, Some(&plan))].into_iter();
+        family.follow(ports, &setting(), &shared, &mut Gone::default()).unwrap();
+        let port = Arc::clone(&family.ports.get(&a).unwrap().port);
+        port.counters.rest(vec![endpoint]);
+        assert_eq!(shared.counters.resting().len(), 1);
+        drop(dataplane);
+        assert_eq!(shared.counters.resting(), Vec::<String>::new());
+        port.counters.rest(vec![endpoint]);
+        assert_eq!(shared.counters.resting(), Vec::<String>::new());
     }
 }

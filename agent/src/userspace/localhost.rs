@@ -69,10 +69,10 @@ impl Localhost {
         let setting = self.settings.get(&id.family).filter(|setting| setting.node.node_ports.localhost);
         let wanted = planned.zip(setting).and_then(|(plan, setting)| Some((plan, plan.node_port?, setting)));
         let Some((plan, number, setting)) = wanted else {
-            if let Some(open) = self.ports.remove(id)
-                && planned.is_none()
-            {
-                open.port.counters.forget();
+            match self.ports.remove(id) {
+                Some(open) if planned.is_none() => open.port.counters.forget(),
+                Some(open) => open.port.counters.leave(),
+                None => {}
             }
             return;
         };
@@ -80,7 +80,10 @@ impl Localhost {
             open.port.update(Arc::clone(plan), Arc::clone(setting));
             return;
         }
-        let before = self.ports.remove(id).and_then(|open| open.listener.err());
+        let before = self.ports.remove(id).and_then(|open| {
+            open.port.counters.leave();
+            open.listener.err()
+        });
         let counters = self.shared.counters.of(id);
         let port = Arc::new(ServicePort::new(id.clone(), Arc::clone(plan), Arc::clone(setting), counters));
         let address = SocketAddr::new(loopback(id.family), number);
