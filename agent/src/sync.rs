@@ -133,6 +133,9 @@ pub trait Platform: Send + 'static {
     /// a node serves without them.
     fn adjust(&mut self, settings: &Settings) -> impl Future<Output = Vec<String>> + Send;
 
+    /// Which of the kernel's settings differ from what a configuration asks for, in words that those of [`Platform::adjust`] begin with.
+    fn differing(&self, settings: &Settings) -> Vec<String>;
+
     /// Serves NodePorts on loopback addresses, in every mode, where the plan says so. `changes` is what changed since the last call;
     /// without it, anything may have. Returns what could not be had, in words; that is tried again with the next call.
     fn serve_localhost(&mut self, plan: &Plan, changes: Option<&Changes>) -> Vec<String>;

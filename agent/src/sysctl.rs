@@ -161,6 +161,12 @@ pub struct Write {
     pub wanted: u32,
 }
 
+impl fmt::Display for Write {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, should be {}", self.setting, Shown(self.current), self.wanted)
+    }
+}
+
 /// What a call did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
@@ -172,7 +178,7 @@ pub struct Applied {
 
 /// A setting that does not have the value that the configuration asks for.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{} is {}, should be {}: {cause}", write.setting, Shown(write.current), write.wanted)]
+#[error("{write}: {cause}")]
 pub struct WriteError {
     /// What was to be written.
     pub write: Write,
@@ -346,7 +352,7 @@ impl Sysctls {
     /// Reads, plans and applies: at the start, and at each change of the configuration.
     #[must_use]
     pub fn reconcile(&mut self, settings: &Settings, machine: Machine) -> Applied {
-        let applied = apply(&self.root, &plan(settings, &self.before, &read(&self.root), machine));
+        let applied = apply(&self.root, &self.differing(settings, machine));
         for (setting, on) in switches(settings) {
             let Some(write) = applied.written.iter().find(|write| write.setting == setting) else { continue };
             if on.is_some() {
@@ -356,6 +362,12 @@ impl Sysctls {
             }
         }
         applied
+    }
+
+    /// The settings that do not have the values that were asked for.
+    #[must_use]
+    pub fn differing(&self, settings: &Settings, machine: Machine) -> Vec<Write> {
+        plan(settings, &self.before, &read(&self.root), machine)
     }
 
     /// Only what mode ipvs needs before its first virtual server: with connection tracking off, connections of IPVS would

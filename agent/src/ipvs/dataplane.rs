@@ -11,7 +11,6 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use pointsman_crds::node_config::NodeIpvs;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IpvsScheduler;
 use tokio::task::spawn_blocking;
@@ -21,7 +20,6 @@ use tracing::{debug, info, warn};
 use super::client::Connection;
 use super::difference::{Differences, Work, addresses, compare, source, sources};
 use super::drain::LOOK_EVERY;
-use super::error::Error;
 use super::layout::State;
 use super::layout::frame::{FORWARD, MASQ, POST};
 use super::leave::remove_unused_device;
@@ -54,8 +52,10 @@ pub struct Dataplane {
     comparisons: BTreeMap<IpFamily, Comparison>,
     /// What the last look has found to differ.
     found: BTreeMap<IpFamily, Differences>,
-    /// As they were set last.
-    timeouts: Timeouts,
+    /// As they were set last. Not known if somebody else has changed them.
+    timeouts: Option<Timeouts>,
+    /// Whether the last look has found others.
+    timeouts_differ: bool,
     /// When to look at real servers that are leaving.
     next_look: Instant,
 }
@@ -97,7 +97,8 @@ impl Dataplane {
             states: BTreeMap::new(),
             comparisons: BTreeMap::new(),
             found: BTreeMap::new(),
-            timeouts: Timeouts::default(),
+            timeouts: None,
+            timeouts_differ: false,
             next_look: Instant::now(),
         })
     }
@@ -166,9 +167,7 @@ impl Dataplane {
                 Err(error) => errors.push(error.of(family)),
             }
         }
-        if let Err(error) = self.set_timeouts(&plan.config().ipvs).await {
-            errors.extend(self.families.first().map(|family| Failure::from(error).of(*family)));
-        }
+        errors.extend(self.set_timeouts(plan).await);
         (synced, errors)
     }
 
@@ -240,18 +239,19 @@ impl Dataplane {
         written
     }
 
-    async fn set_timeouts(&mut self, config: &NodeIpvs) -> Result<(), Error> {
-        let wanted = Timeouts {
-            tcp: config.tcp_timeout_seconds,
-            tcp_fin: config.tcp_fin_timeout_seconds,
-            udp: config.udp_timeout_seconds,
-        };
-        if wanted == self.timeouts {
-            return Ok(());
+    async fn set_timeouts(&mut self, plan: &Plan) -> Option<SyncError> {
+        let wanted = Timeouts::of(&plan.config().ipvs);
+        if self.timeouts == Some(wanted) {
+            return None;
         }
-        self.servers.client().with(move |connection| connection.set_timeouts(wanted)).await?;
-        self.timeouts = wanted;
-        Ok(())
+        let set = self.servers.client().with(move |connection| connection.set_timeouts(wanted)).await;
+        match set {
+            Ok(()) => {
+                self.timeouts = Some(wanted);
+                None
+            }
+            Err(error) => self.families.first().map(|family| Failure::from(error).of(*family)),
+        }
     }
 
     /// Reads the kernel and says where it differs from what was last written, or, if that is unknown, from the plan. Empty: equal. The
@@ -268,6 +268,14 @@ impl Dataplane {
             } else {
                 self.found.insert(family, differences);
             }
+        }
+        let Some(family) = self.families.first().copied() else { return Ok(lines) };
+        let there = self.servers.client().with(Connection::timeouts).await;
+        let there = there.map_err(|error| Failure::from(error).of(family))?;
+        let wanted = Timeouts::of(&plan.config().ipvs);
+        self.timeouts_differ = !there.are(&wanted);
+        if self.timeouts_differ {
+            lines.push(format!("timeouts of IPVS: {there}, should be {wanted}"));
         }
         Ok(lines)
     }
@@ -317,6 +325,10 @@ impl Dataplane {
                 }
                 Err(error) => errors.push(error.of(family)),
             }
+        }
+        if std::mem::take(&mut self.timeouts_differ) {
+            self.timeouts = None;
+            errors.extend(self.set_timeouts(plan).await);
         }
         errors
     }

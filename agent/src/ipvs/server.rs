@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
+use pointsman_crds::node_config::NodeIpvs;
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IpvsScheduler;
 
@@ -215,6 +216,31 @@ pub struct Timeouts {
     pub tcp_fin: u32,
     /// UDP.
     pub udp: u32,
+}
+
+impl Timeouts {
+    /// What a configuration asks for.
+    #[must_use]
+    pub fn of(config: &NodeIpvs) -> Self {
+        Self {
+            tcp: config.tcp_timeout_seconds,
+            tcp_fin: config.tcp_fin_timeout_seconds,
+            udp: config.udp_timeout_seconds,
+        }
+    }
+
+    /// Whether the kernel, which has these, has what was asked for.
+    #[must_use]
+    pub fn are(&self, asked: &Self) -> bool {
+        let same = |there, asked| asked == 0 || there == asked;
+        same(self.tcp, asked.tcp) && same(self.tcp_fin, asked.tcp_fin) && same(self.udp, asked.udp)
+    }
+}
+
+impl fmt::Display for Timeouts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", self.tcp, self.tcp_fin, self.udp)
+    }
 }
 
 /// The kernel's name of a scheduler.

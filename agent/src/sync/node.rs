@@ -217,6 +217,10 @@ impl Platform for Node {
         }
     }
 
+    fn differing(&self, settings: &Settings) -> Vec<String> {
+        self.sysctls.differing(settings, Machine::this()).iter().map(ToString::to_string).collect()
+    }
+
     fn serve_localhost(&mut self, plan: &Plan, changes: Option<&Changes>) -> Vec<String> {
         let wanted = plan.families().iter().filter_map(|family| plan.node(*family));
         if self.localhost.is_none() && !wanted.into_iter().any(|node| node.node_ports.localhost) {

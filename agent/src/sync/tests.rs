@@ -304,6 +304,27 @@ async fn a_scheduler_that_the_kernel_lacks_is_incompatible_before_anything_is_wr
 }
 
 #[tokio::test(start_paused = true)]
+async fn syn_10_settings_of_the_kernel_that_others_have_changed_are_drift() {
+    for policy in [DriftPolicy::Repair, DriftPolicy::Report] {
+        let rig = rig();
+        let mut config = sample();
+        config.drift.policy = policy;
+        rig.begin().await;
+        rig.config(candidate("default", config)).await;
+        sleep(Duration::from_secs(2)).await;
+        let asked = rig.script.lock().unwrap().settings.len();
+        let changed = "net.ipv4.ip_forward is 0, should be 1".to_owned();
+        rig.script.lock().unwrap().settings_differ = vec![changed.clone()];
+        sleep(Duration::from_secs(61)).await;
+        let drift = rig.now().drift;
+        assert_eq!((drift.foreign_changes, drift.last_diff), (1, Some(changed)));
+        let again = rig.script.lock().unwrap().settings.len() - asked;
+        let expected = if policy == DriftPolicy::Repair { (false, 1, 1) } else { (true, 0, 0) };
+        assert_eq!((drift.differs, drift.repairs, again), expected, "{policy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn syn_10_drift_is_repaired_and_counted() {
     let rig = rig();
     rig.begin().await;

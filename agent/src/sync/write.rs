@@ -93,6 +93,14 @@ impl<P: Platform> Engine<P> {
         self.settings = Some(settings);
     }
 
+    /// Settings of the kernel that others have changed, in words; not those that cannot be had anyway.
+    fn changed_settings(&self) -> Vec<String> {
+        let Some(settings) = &self.settings else { return Vec::new() };
+        let mut changed = self.platform.differing(settings);
+        changed.retain(|line| !self.state.settings.iter().any(|failed| failed.starts_with(line)));
+        changed
+    }
+
     /// Ends flows whose endpoints are gone: only now, since before the rules were in, an entry would come back as it was. What
     /// fails is due again after the next write or look.
     async fn end_stale_flows(&mut self) {
@@ -267,11 +275,14 @@ impl<P: Platform> Engine<P> {
 
     /// Looks for foreign changes, and repairs them if it may.
     pub(super) async fn look(&mut self) {
-        let Some(differences) = self.verify(Reach::Suspects).await else { return };
+        let Some(mut differences) = self.verify(Reach::Suspects).await else { return };
         if !self.state.settings.is_empty() {
             self.settings = None;
             self.adjust().await;
         }
+        let settings = self.changed_settings();
+        let settings_differ = !settings.is_empty();
+        differences.extend(settings);
         self.end_stale_flows().await;
         if !self.state.localhost.is_empty()
             && let Some(running) = &self.running
@@ -295,6 +306,10 @@ impl<P: Platform> Engine<P> {
         self.state.drift.last_diff = Some(diff);
         if policy != Some(DriftPolicy::Repair) {
             return;
+        }
+        if settings_differ {
+            self.settings = None;
+            self.adjust().await;
         }
         if self.repair().await {
             self.state.drift.differs = false;

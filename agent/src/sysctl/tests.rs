@@ -172,6 +172,11 @@ fn ct_10_values_are_written_and_read_back() {
     assert_eq!(reconcile(&DEFAULTS).written.len(), 1);
     assert_eq!(read(root.path())[&Setting::TcpBeLiberal], 0);
     assert_eq!(read(root.path())[&Setting::UdpTimeout], 10);
+    // One of somebody else.
+    std::fs::write(root.path().join(Setting::TcpCloseWaitTimeout.path()), "5").unwrap();
+    let differing = sysctls.differing(&asks(&DEFAULTS), machine(2));
+    let differing: Vec<String> = differing.iter().map(ToString::to_string).collect();
+    assert_eq!(differing, ["net.netfilter.nf_conntrack_tcp_timeout_close_wait is 5, should be 3600"]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pointsman_agent::iptables::{self, Tools};
 use pointsman_agent::ipvs::client::Connection;
-use pointsman_agent::ipvs::server::{Key, Operation, RealServer, Settings, VirtualServer};
+use pointsman_agent::ipvs::server::{Key, Operation, RealServer, Settings, Timeouts, VirtualServer};
 use pointsman_agent::model::Protocol;
 use pointsman_agent::sync::node::{Dataplane, Node};
 use pointsman_agent::sync::{Opened, Platform};
@@ -332,6 +332,30 @@ fn syn_10_what_others_change_is_found_and_repaired_where_it_differs() {
             "{left}"
         );
         block_on(ipvs::cleanup(&[tools()], &FAMILIES)).unwrap();
+    });
+}
+
+#[test]
+fn syn_10_timeouts_that_others_have_changed_are_found_and_repaired() {
+    at_node(|_| {
+        let mut world = loaded(open());
+        let mut config = config();
+        config.ipvs.tcp_timeout_seconds = 777;
+        config.ipvs.udp_timeout_seconds = 0;
+        world.configure(config);
+        world.settle();
+        let mut connection = Connection::open().unwrap();
+        connection.set_timeouts(Timeouts { tcp: 0, tcp_fin: 0, udp: 99 }).unwrap();
+        assert_eq!(world.differences(), Vec::<String>::new(), "the kernel's own value was asked for");
+        connection.set_timeouts(Timeouts { tcp: 900, tcp_fin: 0, udp: 0 }).unwrap();
+        let differences = world.differences();
+        assert!(differences[0].contains("timeouts of IPVS: 900 "), "{differences:?}");
+        assert_eq!(connection.timeouts().unwrap().tcp, 900, "nothing is written yet");
+        let repair = pointsman_agent::sync::Dataplane::repair(&mut world.dataplane, &world.plan);
+        assert_eq!(world.runtime.block_on(repair), []);
+        assert_eq!(world.differences(), Vec::<String>::new());
+        let timeouts = connection.timeouts().unwrap();
+        assert_eq!((timeouts.tcp, timeouts.udp), (777, 99));
     });
 }
 

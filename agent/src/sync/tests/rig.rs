@@ -75,6 +75,8 @@ pub struct Script {
     /// What the kernel's settings were asked to be, and how often they cannot be had from now on.
     pub settings: Vec<Settings>,
     pub settings_fail: usize,
+    /// Those that others have changed.
+    pub settings_differ: Vec<String>,
     pub needs_full: bool,
     /// The kernel does not take configurations with this bit.
     pub refused_bit: Option<u8>,
@@ -203,11 +205,16 @@ impl Platform for FakePlatform {
     async fn adjust(&mut self, settings: &Settings) -> Vec<String> {
         let mut script = self.0.lock().unwrap();
         script.settings.push(*settings);
+        script.settings_differ.clear();
         if script.settings_fail == 0 {
             return Vec::new();
         }
         script.settings_fail -= 1;
         vec!["nf_conntrack_max is 1, should be 2".to_owned()]
+    }
+
+    fn differing(&self, _: &Settings) -> Vec<String> {
+        self.0.lock().unwrap().settings_differ.clone()
     }
 
     fn serve_localhost(&mut self, _: &Plan, changes: Option<&Changes>) -> Vec<String> {
