@@ -3,8 +3,8 @@
 //! In: endpoints that are not wanted any more, with what the kernel has of them, and the time. Out: the operations that take
 //! them out: weight 0 first, removal when no connection is left or the time is over. Pure.
 //!
-//! Only TCP has connections that end. UDP and SCTP leave at once, as with kube-proxy: their flows are led to another endpoint. So
-//! does every real server under `dh`, which turns away the clients of one with weight 0 instead of choosing another.
+//! UDP has no connections that end, and leaves at once, as with kube-proxy: its flows are led to another endpoint. So does every real
+//! server under `dh`, which turns away the clients of one with weight 0 instead of choosing another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -114,7 +114,7 @@ impl Drain {
 
 fn drains(server: &Key, settings: &Settings) -> bool {
     // Of a mark the protocol is not known.
-    let ends = !matches!(server, Key::Address { protocol: Protocol::Udp | Protocol::Sctp, .. });
+    let ends = !matches!(server, Key::Address { protocol: Protocol::Udp, .. });
     ends && settings.scheduler != scheduler_name(IpvsScheduler::Dh)
 }
 
@@ -165,8 +165,8 @@ mod tests {
         Operation::RemoveReal { server: key(protocol), real: address() }
     }
 
-    fn quieted() -> Operation {
-        Operation::EditReal { server: key(Protocol::Tcp), real: real(0, 0, 0).server }
+    fn quieted(protocol: Protocol) -> Operation {
+        Operation::EditReal { server: key(protocol), real: real(0, 0, 0).server }
     }
 
     #[test]
@@ -174,10 +174,10 @@ mod tests {
         let (tcp, now) = (Protocol::Tcp, Instant::now());
         for (name, protocol, installed, expected, leaving) in [
             ("1 without connections: now", tcp, vec![real(1, 0, 0)], Some(removal(tcp)), 0),
-            ("2 active ones: weight 0", tcp, vec![real(1, 3, 0)], Some(quieted()), 1),
-            ("3 inactive ones: weight 0", tcp, vec![real(1, 0, 3)], Some(quieted()), 1),
+            ("2 active ones: weight 0", tcp, vec![real(1, 3, 0)], Some(quieted(Protocol::Tcp)), 1),
+            ("3 inactive ones: weight 0", tcp, vec![real(1, 0, 3)], Some(quieted(Protocol::Tcp)), 1),
             ("4 UDP: now", Protocol::Udp, vec![real(1, 3, 3)], Some(removal(Protocol::Udp)), 0),
-            ("4 SCTP: now", Protocol::Sctp, vec![real(1, 3, 3)], Some(removal(Protocol::Sctp)), 0),
+            ("4 SCTP: weight 0", Protocol::Sctp, vec![real(1, 3, 3)], Some(quieted(Protocol::Sctp)), 1),
             ("5 not there: nothing", tcp, vec![], None, 0),
             ("it has weight 0 already", tcp, vec![real(0, 3, 0)], None, 1),
         ] {
@@ -196,7 +196,11 @@ mod tests {
         assert_eq!(drain.servers().collect::<Vec<_>>(), [&server]);
         assert_eq!(drain.look(&server, &[real(0, 2, 0)], now), []);
         assert_eq!(drain.look(&server, &[real(0, 0, 1)], now), []);
-        assert_eq!(drain.look(&server, &[real(7, 0, 1)], now), [quieted()], "somebody has given it weight");
+        assert_eq!(
+            drain.look(&server, &[real(7, 0, 1)], now),
+            [quieted(Protocol::Tcp)],
+            "somebody has given it weight"
+        );
         assert_eq!(drain.look(&server, &[real(0, 0, 0)], now), [removal(Protocol::Tcp)]);
         assert_eq!(drain.len(), 1, "it may have failed");
         assert_eq!(drain.look(&server, &[], now), []);
@@ -240,7 +244,7 @@ mod tests {
         let mut drain = Drain::default();
         let mut remove =
             |scheduler| drain.remove(server, &settings(scheduler), address(), &[real(1, 3, 0)], now);
-        assert_eq!(remove(IpvsScheduler::Sh), Some(quieted()));
+        assert_eq!(remove(IpvsScheduler::Sh), Some(quieted(Protocol::Tcp)));
         assert_eq!(
             remove(IpvsScheduler::Dh),
             Some(removal(Protocol::Tcp)),

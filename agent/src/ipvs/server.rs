@@ -138,7 +138,7 @@ pub struct InstalledReal {
     pub server: RealServer,
     /// Whether it masquerades and has no limits, as every [`RealServer`] does. Otherwise [`Operation::EditReal`] makes it so.
     pub plain: bool,
-    /// Connections of TCP that are established; none of other protocols.
+    /// Connections of TCP and SCTP that are established; none of UDP.
     pub active: u32,
     /// All other connections.
     pub inactive: u32,

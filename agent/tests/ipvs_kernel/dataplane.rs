@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use pointsman_agent::iptables::{self, Tools};
 use pointsman_agent::ipvs::client::Connection;
 use pointsman_agent::ipvs::server::{Key, Operation, RealServer, Settings, Timeouts, VirtualServer};
-use pointsman_agent::model::Protocol;
+use pointsman_agent::model::{Change, Protocol};
 use pointsman_agent::sync::node::{Dataplane, Node};
 use pointsman_agent::sync::{Opened, Platform};
 use pointsman_agent::sysctl::{Machine, Sysctls};
@@ -435,6 +435,35 @@ fn ipvs_an_endpoint_that_leaves_gets_no_new_connection_and_keeps_nobody_from_the
             assert!(scheduler == Dh || stream.answers(), "{scheduler:?}");
             stream.reset();
         }
+    });
+}
+
+#[test]
+fn ipvs_an_endpoint_that_leaves_keeps_its_associations_of_sctp() {
+    at_node(|lab| {
+        let mut world = World::usual(open());
+        let to = SocketAddr::new(ip("172.30.0.81"), 3868);
+        let port = json!({"name": "signals", "protocol": "SCTP", "port": to.port()});
+        world.service("signals", json!({"clusterIPs": [to.ip()], "ports": [port]}));
+        let mut lead_to = |pod: &str| {
+            let mut slice = support::world::slice("signals", FAMILIES[0], &[pod]);
+            let port = json!([{"name": "signals", "protocol": "SCTP", "port": 8080}]);
+            slice.ports = serde_json::from_value(port).unwrap();
+            world.apply(Change::SliceApplied(Box::new(slice)));
+            world.settle();
+        };
+        let pod = Host::named("pod").unwrap();
+        let asked = || {
+            let asks = move || block_on(ask(pod.source(&to), to, Protocol::Sctp, PATIENT));
+            lab.run(pod.namespace, asks)
+        };
+        lead_to("a");
+        assert!(matches!(asked(), Answer::From(name, _) if name == "a"));
+        lead_to("b");
+        let mut there = reals(&Key::new(Protocol::Sctp, to.ip(), to.port()));
+        there.sort_unstable();
+        assert_eq!(there, [(address("a", false), 0), (address("b", false), 1)]);
+        assert!(matches!(asked(), Answer::From(name, _) if name == "b"));
     });
 }
 
