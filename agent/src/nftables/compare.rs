@@ -149,8 +149,12 @@ pub fn compare(desired: &Ruleset, installed: Option<&Installed>) -> Repair {
     repair
 }
 
-/// A declaration that differs.
+/// A declaration that differs, or the table itself.
 fn beyond_repair(desired: &Ruleset, installed: &Installed) -> Option<String> {
+    // Kernels refuse to wake a dormant table in one transaction with changes of its hooks.
+    if let Some(flags) = installed.foreign.get(&Object::Table) {
+        return Some(format!("the table {} is dormant, or somebody else's: {flags}", desired.table.name));
+    }
     for (name, set) in &desired.sets {
         let foreign = installed.foreign.get(&Object::Set(name.clone()));
         if foreign.is_some() || installed.ruleset.sets.get(name).is_some_and(|installed| installed != set) {

@@ -95,10 +95,15 @@ impl Connection {
 
     /// Whether the table is there.
     pub fn exists(&mut self, table: &Table) -> Result<bool, Error> {
+        Ok(self.flags(table)?.is_some())
+    }
+
+    /// The flags of the table, or `None` if it is not there.
+    pub(super) fn flags(&mut self, table: &Table) -> Result<Option<u32>, Error> {
         let answer = self.ask(wire::GET_TABLE, table, "tables", |to| to.string(wire::TABLE, &table.name));
         match answer {
-            Ok(_) => Ok(true),
-            Err(Error::NotListed { errno: Errno::ENOENT, .. }) => Ok(false),
+            Ok(payload) => Ok(Some(wire::table_flags(&payload)?)),
+            Err(Error::NotListed { errno: Errno::ENOENT, .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }

@@ -33,6 +33,8 @@ pub struct Installed {
 /// A part of a table.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Object {
+    /// The table itself.
+    Table,
     /// A set's declaration.
     Set(Name),
     /// The elements of a set.
@@ -49,10 +51,12 @@ impl Connection {
         for _ in 0..ATTEMPTS {
             let mut changes = Changes::new(table)?;
             let before = self.generation(table)?;
-            if !self.exists(table)? {
-                return Ok(None);
-            }
+            let Some(flags) = self.flags(table)? else { return Ok(None) };
             let mut reading = Reading::new(table);
+            if flags != 0 {
+                // No packet enters a dormant one.
+                reading.installed.foreign.insert(Object::Table, format!("flags {flags:#x}"));
+            }
             let complete = match reading.everything(self) {
                 Ok(complete) => complete,
                 // Deleted while it was read.

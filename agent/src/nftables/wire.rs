@@ -21,7 +21,7 @@ use pointsman_crds::proxy_node_status::IpFamily;
 pub use batch::{Batch, Place, Segment};
 pub(super) use decode::cases;
 pub use decode::{
-    ReadElement, ReadSet, chain, elements, generation, ranges, rule, rule_counter, set, table_of,
+    ReadElement, ReadSet, chain, elements, generation, ranges, rule, rule_counter, set, table_flags, table_of,
 };
 
 /// Bytes that are no valid message, or say something that nothing of ours says.

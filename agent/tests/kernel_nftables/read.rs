@@ -65,7 +65,9 @@ fn damage_is_repaired() {
             ("delete rule ip pointsman nat-output handle HANDLE", 1),
             ("add chain ip pointsman filter-input { policy drop; }", 1),
             ("flush map ip pointsman affinity", 0),
+            ("add table ip pointsman { flags dormant; }", 1),
             ("delete table ip pointsman", 1),
+            ("delete table ip pointsman; add table ip pointsman { flags dormant; }", 1),
             ("delete table ip pointsman; add table ip pointsman", 25),
         ] {
             let mut damage = damage.to_owned();

@@ -13,7 +13,7 @@ use super::{
     FLAG_ANONYMOUS, FLAG_CONSTANT, FLAG_DYNAMIC, FLAG_INTERVAL, FLAG_MAP, FLAG_TIMEOUT, Fields,
     GENERATION_ID, HOOK_NUMBER, HOOK_PRIORITY, RULE_CHAIN, RULE_EXPRESSIONS, RULE_USERDATA, SET_COUNT,
     SET_DATA_TYPE, SET_DESCRIPTION, SET_EXPRESSION, SET_EXPRESSIONS, SET_FLAGS, SET_KEY_TYPE, SET_NAME,
-    SET_USERDATA, TABLE, VERDICTS, columns_from_number, decode_verdict, parse, string, userdata,
+    SET_USERDATA, TABLE, TABLE_FLAGS, VERDICTS, columns_from_number, decode_verdict, parse, string, userdata,
 };
 use crate::netlink::{NETFILTER_HEADER, WireError, attributes, be_u32, be_u64, exactly};
 use crate::nftables::ruleset::{
@@ -30,6 +30,11 @@ pub fn table_of(payload: &[u8]) -> Result<(u8, String), DecodeError> {
     let family = *payload.first().ok_or(WireError::Missing("a family"))?;
     let fields = Fields::<2>::new(body(payload)?)?;
     Ok((family, string("a table's name", fields.need(TABLE, "a table")?)?))
+}
+
+/// The flags of a table. Ours have none.
+pub fn table_flags(payload: &[u8]) -> Result<u32, DecodeError> {
+    Ok(Fields::<3>::new(body(payload)?)?.number(TABLE_FLAGS, "a table's flags")?)
 }
 
 /// The number of the last transaction.

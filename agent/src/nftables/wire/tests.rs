@@ -320,6 +320,7 @@ fn survive(bytes: &[u8], family: IpFamily) {
     }
     let _ = super::table_of(bytes);
     let _ = super::generation(bytes);
+    let _ = super::table_flags(bytes);
     let _ = super::chain(bytes);
     let _ = super::rule(bytes, family);
     let _ = super::set(bytes, family);
