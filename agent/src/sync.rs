@@ -110,8 +110,11 @@ pub trait Platform: Send + 'static {
     ) -> impl Future<Output = Result<Opened<Self::Dataplane>, Rejection>> + Send;
 
     /// What an earlier process has left elsewhere in the kernel, to be retired. Asked for when `new` was read back: nobody waits for it
-    /// before.
-    fn leftovers(&mut self, new: &Self::Dataplane) -> impl Future<Output = Vec<Self::Dataplane>> + Send;
+    /// before. An error counts as a failed write, as with [`Platform::retire`].
+    fn leftovers(
+        &mut self,
+        new: &Self::Dataplane,
+    ) -> impl Future<Output = Result<Vec<Self::Dataplane>, SyncError>> + Send;
 
     /// Removes what `old` has written and `new` has not, after `new` was read back. Until that succeeds, packets may meet
     /// what `old` left, so an error counts as a failed write.

@@ -1,35 +1,40 @@
 //! What an earlier process has left in the kernel, in other modes than the one that runs.
 //!
-//! In: the data plane that runs. Out: data planes to be retired, since nobody else would remove what they wrote.
+//! In: the data plane that runs. Out: data planes to be retired, since nobody else would remove what they wrote; or
+//! an error, which is not to be taken for "nothing": a table that is left may win every translation.
 
 use pointsman_crds::proxy_node_status::IpFamily;
 use pointsman_crds::settings::IptablesBackend;
-use tracing::info;
 
 use super::node::Dataplane;
 use crate::iptables::{self, Tools};
+use crate::kernel::SyncError;
 use crate::{ipvs, nftables, userspace};
 
 const BOTH: [IpFamily; 2] = [IpFamily::IPv4, IpFamily::IPv6];
 
 /// What a process has left that was killed while it changed the mode, the flavour or the families: nobody else would remove it.
-pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
+pub(super) async fn leftovers(dataplane: &Dataplane) -> Result<Vec<Dataplane>, SyncError> {
     let families = dataplane.families();
     let other = |family: &IpFamily| !families.contains(family);
     let mut left = Vec::new();
     let mut add = |tools: Tools, families: &[IpFamily]| {
         left.push(Dataplane::Iptables(iptables::Dataplane::new(tools, families)));
     };
-    let unknown = |error| {
-        info!("whether there are tables of ours is not known: {error}");
-        Vec::new()
+    let unknown = |error: nftables::error::Error| {
+        let family = families.first().copied().unwrap_or(IpFamily::IPv4);
+        let error = nftables::failed(family, &error);
+        SyncError {
+            message: format!("whether tables of an earlier mode are left is not known: {}", error.message),
+            ..error
+        }
     };
     let mut flavours = Vec::new();
     for backend in [IptablesBackend::NFT, IptablesBackend::Legacy] {
         flavours.extend(Tools::detect(backend).await.ok());
     }
-    let mut tables = nftables::installed(&BOTH).await.unwrap_or_else(unknown);
-    let mut proxies = userspace::installed(&BOTH).await.unwrap_or_else(unknown);
+    let mut tables = nftables::installed(&BOTH).await.map_err(unknown)?;
+    let mut proxies = userspace::installed(&BOTH).await.map_err(unknown)?;
     match dataplane {
         Dataplane::Iptables(iptables) => {
             let tools = iptables.tools();
@@ -56,17 +61,13 @@ pub(super) async fn leftovers(dataplane: &Dataplane) -> Vec<Dataplane> {
         }
     }
     left.extend(ipvs_leftovers(dataplane, &flavours).await);
-    if !tables.is_empty()
-        && let Ok(nftables) = nftables::Dataplane::leftover(&tables)
-    {
-        left.push(Dataplane::Nftables(nftables));
+    if !tables.is_empty() {
+        left.push(Dataplane::Nftables(nftables::Dataplane::leftover(&tables).map_err(unknown)?));
     }
-    if !proxies.is_empty()
-        && let Ok(userspace) = userspace::Dataplane::leftover(&proxies)
-    {
-        left.push(Dataplane::Userspace(userspace));
+    if !proxies.is_empty() {
+        left.push(Dataplane::Userspace(userspace::Dataplane::leftover(&proxies).map_err(unknown)?));
     }
-    left
+    Ok(left)
 }
 
 /// What is left of mode ipvs, by the flavour of its chains. A process may have been killed when they were gone already, and nothing else.

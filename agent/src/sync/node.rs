@@ -108,7 +108,7 @@ impl Platform for Node {
         Err(no_mode(&refused))
     }
 
-    async fn leftovers(&mut self, new: &Self::Dataplane) -> Vec<Self::Dataplane> {
+    async fn leftovers(&mut self, new: &Self::Dataplane) -> Result<Vec<Self::Dataplane>, SyncError> {
         leftovers(new).await
     }
 

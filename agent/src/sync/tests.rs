@@ -447,6 +447,20 @@ async fn what_a_killed_agent_left_elsewhere_is_removed_before_the_node_is_ready(
     assert!(rig.now().config.active.is_some() && rig.now().verified);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_node_is_not_ready_before_it_is_known_what_a_killed_agent_has_left() {
+    let rig = rig();
+    {
+        let mut script = rig.script.lock().unwrap();
+        (script.leftovers, script.leftovers_unknown) = (1, 1);
+    }
+    rig.begin().await;
+    assert!(rig.now().config.active.is_none() && rig.now().error().is_some(), "there may be leftovers");
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(rig.script.lock().unwrap().retired, 1, "it looks again");
+    assert!(rig.now().config.active.is_some() && rig.now().verified && rig.now().error().is_none());
+}
+
 // ids: CT-6 REG-141371 REG-126130
 #[tokio::test(start_paused = true)]
 async fn ct_6_flows_of_a_deleted_udp_service_are_ended_after_its_rules_and_tried_again() {

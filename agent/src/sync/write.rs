@@ -244,9 +244,17 @@ impl<P: Platform> Engine<P> {
     async fn retire(&mut self) -> bool {
         let Some(running) = self.running.as_mut() else { return false };
         if !running.leftovers_known {
-            let leftovers = self.platform.leftovers(&running.dataplane).await;
-            running.retiring.splice(..0, leftovers);
-            running.leftovers_known = true;
+            match self.platform.leftovers(&running.dataplane).await {
+                Ok(leftovers) => {
+                    running.retiring.splice(..0, leftovers);
+                    running.leftovers_known = true;
+                }
+                Err(error) => {
+                    self.fail(error, true);
+                    self.schedule.failed(random::fraction());
+                    return false;
+                }
+            }
         }
         while let Some(old) = running.retiring.pop() {
             if let Err(error) = self.platform.retire(&old, &running.dataplane).await {

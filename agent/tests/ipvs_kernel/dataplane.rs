@@ -557,7 +557,7 @@ fn ipvs_a_change_of_the_mode_and_back_loses_nothing() {
         let (mut node, opened) = open_node(Mode::Iptables, &world);
         world.dataplane = opened.dataplane;
         world.settle();
-        let leftovers = world.runtime.block_on(node.leftovers(&world.dataplane));
+        let leftovers = world.runtime.block_on(node.leftovers(&world.dataplane)).unwrap();
         assert_eq!(leftovers.len(), 1);
         for old in &leftovers {
             world.runtime.block_on(node.retire(old, &world.dataplane)).unwrap();
@@ -628,7 +628,7 @@ EOF
         let (mut platform, opened) = open_node(Mode::Ipvs, &world);
         world.dataplane = opened.dataplane;
         world.settle();
-        for old in &world.runtime.block_on(platform.leftovers(&world.dataplane)) {
+        for old in &world.runtime.block_on(platform.leftovers(&world.dataplane)).unwrap() {
             world.runtime.block_on(platform.retire(old, &world.dataplane)).unwrap();
         }
         assert!(world.runtime.block_on(platform.take_over(&world.dataplane, &world.plan)).unwrap());

@@ -71,6 +71,8 @@ pub struct Script {
     pub takeover_takes: Duration,
     /// How many leftovers there are to be found.
     pub leftovers: usize,
+    /// How often that cannot be told from now on.
+    pub leftovers_unknown: usize,
     pub refuse: Option<Rejection>,
     /// What the kernel's settings were asked to be, and how often they cannot be had from now on.
     pub settings: Vec<Settings>,
@@ -179,9 +181,14 @@ impl Platform for FakePlatform {
         })
     }
 
-    async fn leftovers(&mut self, _: &Fake) -> Vec<Fake> {
-        let left = std::mem::take(&mut self.0.lock().unwrap().leftovers);
-        (0..left).map(|_| Fake(Arc::clone(&self.0))).collect()
+    async fn leftovers(&mut self, _: &Fake) -> Result<Vec<Fake>, SyncError> {
+        let mut script = self.0.lock().unwrap();
+        if script.leftovers_unknown > 0 {
+            script.leftovers_unknown -= 1;
+            return Err(error(SyncFailure::SyncFailed));
+        }
+        let left = std::mem::take(&mut script.leftovers);
+        Ok((0..left).map(|_| Fake(Arc::clone(&self.0))).collect())
     }
 
     async fn retire(&mut self, _: &Fake, _: &Fake) -> Result<(), SyncError> {
