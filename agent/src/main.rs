@@ -7,7 +7,8 @@ use anyhow::{Context, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_agent::client::{Access, SERVICE_ACCOUNT_DIR, parse_endpoints};
 use pointsman_agent::config::checkpoint::Checkpoint;
-use pointsman_agent::iptables::{self, Connections, Tools};
+use pointsman_agent::conntrack::Connections;
+use pointsman_agent::iptables::{self, Tools};
 use pointsman_agent::{admin, init, instance, ipvs, logging, nftables, run, userspace};
 use pointsman_crds::names::NODE_CONFIG_NAMESPACE;
 use pointsman_crds::proxy_node_status::IpFamily;
@@ -197,11 +198,16 @@ async fn clean(state_dir: &Path) -> anyhow::Result<()> {
     if let Err(problem) = ipvs::cleanup(&found, &families).await {
         problems.push(problem.to_string());
     }
-    for removed in [nftables::cleanup(&families).await, userspace::cleanup(&families).await] {
-        match removed {
-            Ok(()) => info!("no table of ours is left"),
-            Err(problem) => problems.push(problem.to_string()),
-        }
+    match nftables::cleanup(&families, Connections::Anchor).await {
+        Ok(false) => info!("no table of mode nftables is left"),
+        Ok(true) => info!(
+            "translated connections are left, and a table without effect that keeps them going; to remove it, run this again when they have ended"
+        ),
+        Err(problem) => problems.push(problem.to_string()),
+    }
+    match userspace::cleanup(&families).await {
+        Ok(()) => info!("no table of mode userspace is left"),
+        Err(problem) => problems.push(problem.to_string()),
     }
     if found.is_empty() {
         problems.push("no iptables tools are installed, so nothing can be removed".to_owned());

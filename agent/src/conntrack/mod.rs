@@ -27,12 +27,14 @@
 //! # Ok::<(), std::net::AddrParseError>(())
 //! ```
 
+mod connections;
 mod netlink;
 mod reconciler;
 mod run;
 mod serving;
 pub mod wire;
 
+pub use connections::Connections;
 pub use netlink::{Cause, RunError};
 pub use reconciler::{Job, Reconciler};
 pub use run::{Report, has, run};

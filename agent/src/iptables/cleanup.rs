@@ -1,14 +1,12 @@
 //! Removing everything of ours, and nothing else.
 //!
-//! In: the tools and the families. Out: our chains, the ways to them and our sets are gone. Connections that are translated go
-//! on: the kernel has their translation, but it tracks packets only while somebody's rules ask for that. Where ours were
-//! the last to ask, one rule without effect stays behind as an anchor until those connections have ended (mode-switching §2:
-//! without it every stream breaks).
+//! In: the tools and the families. Out: our chains, the ways to them and our sets are gone. [`Connections`] that are translated
+//! go on: one rule without effect stays behind as an anchor until they have ended. The built-in chains of nat stay anyway.
 
 use std::sync::Mutex;
 
 use pointsman_crds::proxy_node_status::IpFamily;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::batch::{Batch, Script, Section};
 use super::dataplane::Written;
@@ -17,17 +15,8 @@ use super::saved::{ours_in_filter, ours_in_nat};
 use super::sets::Set;
 use super::shared::{ANCHOR_CHAIN, ANCHOR_RULE, JUMPS};
 use super::tools::Tools;
-use crate::conntrack;
+use crate::conntrack::Connections;
 use crate::kernel::SyncError;
-
-/// What keeps translated connections going when our rules are gone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Connections {
-    /// Nothing that we know of: leave an anchor while there are any.
-    Anchor,
-    /// Other rules of ours, in the same families.
-    Covered,
-}
 
 /// Removes everything of ours in these families: the ways in first, then the chains. Touches nothing else; what is not
 /// there is no error. Returns whether an anchor is left; calling this again removes it once it is not needed.
@@ -53,7 +42,7 @@ pub async fn cleanup(
 }
 
 async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<bool, Failure> {
-    let anchored = connections == Connections::Anchor && has_translated(runner.family()).await;
+    let anchored = connections.need_anchor(runner.family()).await;
     set_anchor(runner, anchored).await?;
     // Filter first: without its rules nothing is refused, without those of nat nothing is served (mode-switching §4).
     for table in ["filter", "nat"] {
@@ -90,22 +79,6 @@ async fn remove_family(runner: &Runner<'_>, connections: Connections) -> Result<
     runner.remove_mangle_canary().await;
     runner.destroy_sets::<Set>().await;
     Ok(anchored)
-}
-
-/// Whether a TCP connection is translated. If the kernel does not say, there might be one.
-async fn has_translated(family: IpFamily) -> bool {
-    let asked = tokio::task::spawn_blocking(move || {
-        conntrack::has(family, conntrack::Entry::is_translated_connection)
-    })
-    .await;
-    match asked {
-        Ok(Ok(found)) => found,
-        Ok(Err(error)) => {
-            info!(?family, %error, "connections cannot be listed");
-            true
-        }
-        Err(_) => true,
-    }
 }
 
 /// Adds the anchor, or removes it.

@@ -24,7 +24,7 @@ mod tree;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use cleanup::{Connections, cleanup};
+pub use cleanup::cleanup;
 pub(crate) use counters::invalid_dropped;
 pub use dataplane::Dataplane;
 pub use ipvs::{destroy_sets, kube_proxy_sets, remove_ipvs_chains};

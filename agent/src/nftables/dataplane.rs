@@ -18,9 +18,9 @@ use super::compare::{Repair, compare};
 use super::error::Error;
 use super::layout::{self, Limit, State, table};
 use super::read::Installed;
-use super::ruleset::{Elements, Origin, Ruleset, Transaction};
+use super::ruleset::{Elements, Operation, Origin, Ruleset, Transaction};
 use super::watch::Watches;
-use crate::conntrack::Target;
+use crate::conntrack::{Connections, Target};
 use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::plan::{Changes, NodePlan, Plan, PortId};
 
@@ -363,7 +363,25 @@ pub async fn installed(families: &[IpFamily]) -> Result<Vec<IpFamily>, Error> {
     client::installed(families, table).await
 }
 
-/// Removes our tables of these families. Touches nothing else; what is not there is no error.
-pub async fn cleanup(families: &[IpFamily]) -> Result<(), SyncError> {
-    client::remove(families, table).await.map(drop).map_err(|(family, error)| failed(family, &error))
+/// Removes our tables of these families. Touches nothing else; what is not there is no error. Returns whether an anchor is left;
+/// calling this again removes it once it is not needed, and so does a data plane.
+pub async fn cleanup(families: &[IpFamily], connections: Connections) -> Result<bool, SyncError> {
+    let mut anchored = false;
+    for family in families.iter().copied() {
+        let remove = async {
+            if installed(&[family]).await?.is_empty() {
+                return Ok(false);
+            }
+            let mut transaction = Transaction::default();
+            transaction.push(Operation::DeleteTable, Origin::NONE);
+            let anchor = connections.need_anchor(family).await;
+            if anchor {
+                transaction.operations.extend(layout::anchor(family).load().operations);
+            }
+            Client::open()?.apply(&table(family), Arc::new(transaction)).await?;
+            Ok(anchor)
+        };
+        anchored |= remove.await.map_err(|error| failed(family, &error))?;
+    }
+    Ok(anchored)
 }

@@ -15,8 +15,8 @@ use tracing::{info, warn};
 use super::leftovers::leftovers;
 use super::{Opened, Platform};
 use crate::config::Rejection;
-use crate::conntrack::{self, Job, Report};
-use crate::iptables::{self, Connections, Tools};
+use crate::conntrack::{self, Connections, Job, Report};
+use crate::iptables::{self, Tools};
 use crate::ipvs;
 use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::model::{NodeFacts, family_of};
@@ -139,11 +139,11 @@ impl Platform for Node {
             if taken_over && served {
                 continue;
             }
+            let connections = if served { Connections::Covered } else { Connections::Anchor };
             let removed = match old {
                 Dataplane::Iptables(old) => {
                     let flavour = old.tools().flavour();
                     info!(%flavour, ?family, "removing the rules of iptables that are not in use any more");
-                    let connections = if served { Connections::Covered } else { Connections::Anchor };
                     iptables::cleanup(old.tools(), &[*family], connections).await.map(|_| ())
                 }
                 // Of another flavour the chains, of another family everything.
@@ -151,7 +151,7 @@ impl Platform for Node {
                 Dataplane::Ipvs(old) => ipvs::cleanup(std::slice::from_ref(old.tools()), &[*family]).await,
                 Dataplane::Nftables(_) => {
                     info!(?family, "removing the table of nftables that is not in use any more");
-                    nftables::cleanup(&[*family]).await
+                    nftables::cleanup(&[*family], connections).await.map(|_| ())
                 }
                 Dataplane::Userspace(_) => {
                     info!(?family, "removing the rules that lead to the proxy");

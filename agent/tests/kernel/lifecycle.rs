@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pointsman_agent::iptables::{self, Connections, Flavour, Options, Tools, cleanup};
+use pointsman_agent::conntrack::Connections;
+use pointsman_agent::iptables::{self, Flavour, Options, Tools, cleanup};
 use pointsman_agent::kernel::SyncFailure;
 use pointsman_agent::model::Protocol;
 use pointsman_agent::sync::Platform;

@@ -1,9 +1,17 @@
 //! Mode nftables over time: restarts, failures, live settings, and the way from and to mode iptables.
 
-use pointsman_agent::iptables::{Connections, Flavour, cleanup};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pointsman_agent::conntrack::Connections;
+use pointsman_agent::iptables::{Flavour, cleanup};
 use pointsman_agent::kernel::{Counted, SyncFailure};
 use pointsman_agent::nftables;
-use pointsman_agent::sync::Dataplane as _;
+use pointsman_agent::sync::node::{Dataplane, Node};
+use pointsman_agent::sync::{Dataplane as _, Platform as _};
+use pointsman_agent::userspace::counters::Counters;
+use pointsman_crds::proxy_node_status::IpFamily;
 use serde_json::json;
 
 use crate::lifecycle::{Traffic, loaded};
@@ -101,7 +109,9 @@ fn switching_from_and_to_mode_iptables_loses_no_connection() {
         let mut world = loaded(&lab, flavour);
         world.settle();
         let traffic = Traffic::start(&lab);
-        let remove_table = |lab: &Lab| lab.run(NODE, || block_on(nftables::cleanup(&FAMILIES))).unwrap();
+        let remove_table = |lab: &Lab| {
+            lab.run(NODE, || block_on(nftables::cleanup(&FAMILIES, Connections::Covered))).unwrap()
+        };
         for _ in 0..3 {
             world.dataplane = Way::Nftables.open(&lab);
             world.settle();
@@ -119,6 +129,67 @@ fn switching_from_and_to_mode_iptables_loses_no_connection() {
     }
 }
 
+/// Cleans up where it is called, as the command does. Returns whether an anchor is left.
+fn clean() -> bool {
+    block_on(nftables::cleanup(&FAMILIES, Connections::Anchor)).unwrap()
+}
+
+fn with_one_endpoint(lab: &Lab) -> World {
+    let mut world = World::new(lab, Way::Nftables);
+    world.service("web", spec());
+    world.endpoints("web", &["a"]);
+    world.settle();
+    world
+}
+
+#[test]
+fn syn_16_connections_outlive_a_cleanup() {
+    for v6 in [false, true] {
+        let Some(lab) = Lab::new() else { return };
+        let mut world = with_one_endpoint(&lab);
+        let mut stream = lab.stream("client", (address(NODE, v6), 30080));
+        assert!(stream.answers());
+        assert!(lab.run(NODE, clean), "an anchor is left");
+        assert!(stream.answers() && stream.answers());
+        let left = lab.node("nft list ruleset");
+        assert_eq!((left.matches("table").count(), left.matches("chain").count()), (1, 2), "{left}");
+        assert!(lab.run(NODE, clean), "it is still needed");
+        assert!(stream.answers());
+        assert_eq!(lab.node("nft list ruleset"), left);
+        // An agent that comes back makes it its table.
+        assert!(!world.differences().is_empty());
+        world.repair();
+        assert!(stream.answers());
+        assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
+        assert!(lab.run(NODE, clean));
+        drop(stream);
+        let begun = Instant::now();
+        while lab.run(NODE, clean) {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the connection has ended");
+            std::thread::park_timeout(Duration::from_millis(50));
+        }
+        assert_eq!(lab.node("nft list ruleset"), "");
+    }
+}
+
+#[test]
+fn a_family_that_is_not_served_any_more_loses_its_table_and_no_connection() {
+    let Some(lab) = Lab::new() else { return };
+    let world = with_one_endpoint(&lab);
+    let v6 = SocketAddr::from((address(NODE, true), 30080));
+    let mut stream = lab.stream("client", v6);
+    assert!(stream.answers());
+    lab.run(NODE, move || {
+        let one = block_on(nftables::Dataplane::open(&[IpFamily::IPv4])).unwrap();
+        let mut node = Node::new(Path::new("/nowhere"), Counters::default());
+        block_on(node.retire(&world.dataplane, &Dataplane::Nftables(one))).unwrap();
+    });
+    assert!(stream.answers() && stream.answers());
+    assert!(!lab.node("nft list table ip6 pointsman").contains("frontends"));
+    assert_eq!(lab.tcp("client", v6), Answer::Refused, "nobody listens there");
+    assert!(matches!(lab.tcp("client", cluster_ip()), Answer::From(..)));
+}
+
 #[test]
 fn syn_16_cleanup_removes_our_tables_and_nothing_else() {
     let Some(lab) = Lab::new() else { return };
@@ -126,7 +197,7 @@ fn syn_16_cleanup_removes_our_tables_and_nothing_else() {
     loaded(&lab, Way::Nftables).settle();
     lab.run(NODE, || {
         assert_eq!(block_on(nftables::installed(&FAMILIES)).unwrap(), FAMILIES);
-        block_on(nftables::cleanup(&FAMILIES)).unwrap();
+        assert!(!clean(), "no connection, no anchor");
         assert_eq!(block_on(nftables::installed(&FAMILIES)).unwrap(), []);
     });
     assert_eq!(lab.node("nft list tables"), "table ip other\ntable inet pointsman\n");

@@ -11,8 +11,8 @@ use crate::nftables::node::{
     self, LOCAL_SOURCES, NODE_PORT_IPS, at_node_ports, from_local_pod, frontend, mask, ranges,
 };
 use crate::nftables::ruleset::{
-    Chain, ChainType, Columns, Element, Hook, Key, Rule, Rules, Set, Statement, Table, Tuple, Type, Value,
-    Verdict, drop, goto, jump, key, return_, set_mark, set_priority,
+    Chain, ChainType, Columns, Element, Hook, Key, Rule, Rules, Ruleset, Set, Statement, Table, Tuple, Type,
+    Value, Verdict, drop, goto, jump, key, return_, set_mark, set_priority,
 };
 use crate::plan::NodePlan;
 
@@ -58,6 +58,18 @@ const FILTER: i32 = 0;
 #[must_use]
 pub fn table(family: IpFamily) -> Table {
     Table::new(family, "pointsman")
+}
+
+/// What keeps connections that our table has translated going when it is gone: the least that makes the kernel track packets and
+/// translate them. Under the name of our table, so that whoever writes or removes that does the same to this.
+#[must_use]
+pub fn anchor(family: IpFamily) -> Ruleset {
+    let mut anchor = Ruleset::new(table(family));
+    anchor.add_chain(Chain::base("nat-prerouting", ChainType::Nat, Hook::Prerouting, NAT), []);
+    let tracked = Rule::new([Value::CtState.has(Value::CT_NEW)]);
+    let tracked = tracked.commented("no effect, keeps translated connections going");
+    anchor.add_chain(Chain::base("filter-input", ChainType::Filter, Hook::Input, FILTER), [tracked]);
+    anchor
 }
 
 /// All sets and maps.

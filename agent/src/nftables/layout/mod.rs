@@ -28,6 +28,6 @@ mod word;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use fixed::{INVALID_DROPPED, TRAFFIC, table};
+pub use fixed::{INVALID_DROPPED, TRAFFIC, anchor, table};
 pub use recovered::served;
 pub use state::{Limit, State};
