@@ -32,6 +32,12 @@ impl Repair {
         self.differences.is_empty()
     }
 
+    /// Whether it takes as long as loading a table.
+    #[must_use]
+    pub fn loads(&self) -> bool {
+        self.first.elements().0 > STEP
+    }
+
     fn first(&mut self, operation: Operation) {
         self.first.push(operation, Origin::NONE);
     }

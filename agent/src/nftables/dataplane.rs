@@ -122,7 +122,22 @@ impl Dataplane {
                 Err(error) => errors.push(error),
             }
         }
+        self.listen(plan);
         (synced, errors)
+    }
+
+    /// Listens to what is not listened to, if somebody looks for changes by others. Before what was written is read back, so that
+    /// none is missed.
+    fn listen(&mut self, plan: &Plan) {
+        let tables = self.families.iter().copied().map(table);
+        self.watches.follow(plan.config().drift.policy, tables, self.client.port());
+        self.untouched.retain(|family| self.watches.has(*family));
+    }
+
+    /// Listens no more: before a load, which is far slower while somebody does.
+    fn close(&mut self) {
+        self.watches.close();
+        self.untouched.clear();
     }
 
     async fn advance(
@@ -148,7 +163,7 @@ impl Dataplane {
         node: &NodePlan,
         served: &mut Vec<(IpFamily, Target)>,
     ) -> Result<(Known, usize), SyncError> {
-        self.untouched.remove(&node.family);
+        self.close();
         let table = table(node.family);
         let read = self.client.read(&table).await.map_err(|error| failed(node.family, &error))?;
         if let Some(read) = &read {
@@ -174,8 +189,6 @@ impl Dataplane {
         }
         known.elements = elements;
         self.settle(&mut known).await?;
-        // Only after the first load: while somebody listens, the kernel tells of each element, which makes a load far slower.
-        self.watches.listen(layout::table(node.family), self.client.port());
         Ok((known, written))
     }
 
@@ -254,8 +267,12 @@ impl Dataplane {
     }
 
     /// Writes what [`Dataplane::verify`] has found to differ, and nothing else.
-    pub async fn repair(&mut self) -> Vec<SyncError> {
+    pub async fn repair(&mut self, plan: &Plan) -> Vec<SyncError> {
         let mut errors = Vec::new();
+        let loads = |repair: &Option<Repair>| repair.as_ref().is_none_or(Repair::loads);
+        if self.found.values().any(loads) {
+            self.close();
+        }
         for (family, repair) in std::mem::take(&mut self.found) {
             // Taken out, so that it is read back if this fails.
             let Some(mut known) = self.known.remove(&family) else { continue };
@@ -274,6 +291,7 @@ impl Dataplane {
                 Err(error) => errors.push(error),
             }
         }
+        self.listen(plan);
         errors
     }
 

@@ -404,7 +404,7 @@ impl super::Dataplane for Dataplane {
         match self {
             Self::Iptables(iptables) => iptables.repair(plan).await,
             Self::Ipvs(ipvs) => ipvs.repair(plan).await,
-            Self::Nftables(nftables) => nftables.repair().await,
+            Self::Nftables(nftables) => nftables.repair(plan).await,
             Self::Userspace(userspace) => userspace.repair().await,
         }
     }

@@ -133,6 +133,8 @@ impl Dataplane {
                 Err(error) => errors.push(error),
             }
         }
+        let tables = self.order.iter().copied().map(table);
+        self.watches.follow(plan.config().drift.policy, tables, self.client.port());
         (synced, errors)
     }
 
@@ -193,9 +195,6 @@ impl Dataplane {
         let repair = compare(&steering.full(), read.as_ref());
         let written = self.write(family, repair.first).await? + self.write(family, repair.then).await?;
         self.found.remove(&family);
-        if !self.watches.has(family) {
-            self.watches.listen(table(family), self.client.port());
-        }
         Ok(written)
     }
 

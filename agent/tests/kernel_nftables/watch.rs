@@ -14,7 +14,7 @@ use pointsman_agent::plan::{Changes, Plan};
 use pointsman_crds::NodeProxyConfiguration;
 use pointsman_crds::proxy_configuration::Drift;
 use pointsman_crds::proxy_node_status::IpFamily;
-use pointsman_crds::settings::{Mode, ProxySettings};
+use pointsman_crds::settings::{DriftPolicy, Mode, ProxySettings};
 use tokio::time::timeout;
 
 use super::everything::{address, everything};
@@ -104,16 +104,79 @@ fn a_given_up_request_is_finished_first() {
     });
 }
 
+/// The sockets that the kernel tells of transactions, in the namespace of the thread: how many bytes wait in each.
+fn listeners() -> Vec<u64> {
+    let sockets = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
+    let sockets = sockets.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // NETLINK_NETFILTER, and the bit of NFNLGRP_NFTABLES.
+    let listens =
+        |socket: &Vec<&str>| socket[1] == "12" && u32::from_str_radix(socket[3], 16).unwrap() & 0x40 != 0;
+    sockets.filter(listens).map(|socket| socket[4].parse().unwrap()).collect()
+}
+
+fn configured(policy: DriftPolicy) -> NodeProxyConfiguration {
+    let settings = ProxySettings { mode: Some(Mode::Nftables), ..ProxySettings::default() };
+    let drift = Drift { policy, ..Drift::default() };
+    NodeProxyConfiguration::complete(&settings, drift).unwrap()
+}
+
+fn empty_plan(policy: DriftPolicy) -> Plan {
+    let mut plan = Plan::new(configured(policy), &FAMILIES);
+    let everything = Dirty { everything: true, ..Dirty::default() };
+    plan.update(&Model::new(), everything);
+    plan
+}
+
+#[test]
+fn nobody_listens_while_a_table_is_loaded() {
+    isolated(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let plan = empty_plan(DriftPolicy::Repair);
+            let mut tables = Dataplane::open(&FAMILIES).await.unwrap();
+            assert_eq!(tables.sync(&plan, &Changes::default()).await.1, []);
+            assert_eq!(listeners(), [0, 0], "each would have heard of what was loaded while it listened");
+            nft("delete table ip pointsman");
+            timeout(SOON, tables.changed()).await.unwrap();
+            assert_eq!(tables.verify(&plan, Reach::Suspects).await.unwrap().len(), 1);
+            assert_eq!(tables.repair(&plan).await, []);
+            assert_eq!(listeners(), [0, 0], "the same for a table that was deleted");
+            // Both are to be read again: nobody has told of changes meanwhile.
+            nft("flush chain ip6 pointsman services");
+            assert_eq!(tables.verify(&plan, Reach::Suspects).await.unwrap().len(), 1);
+        });
+    });
+}
+
+#[test]
+fn nobody_listens_while_changes_by_others_are_not_looked_for() {
+    isolated(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut plan = empty_plan(DriftPolicy::Off);
+            let mut tables = Dataplane::open(&FAMILIES).await.unwrap();
+            for (policy, expected) in [(DriftPolicy::Off, 0), (DriftPolicy::Report, 2), (DriftPolicy::Off, 0)]
+            {
+                let changes = plan.configure(configured(policy), &Model::new());
+                assert_eq!(tables.sync(&plan, &changes).await.1, []);
+                assert_eq!(tables.verify(&plan, Reach::Everything).await.unwrap(), [] as [String; 0]);
+                assert_eq!(listeners().len(), expected, "{policy:?}");
+            }
+            // What happened while nobody listened is found when somebody looks again.
+            nft("flush chain ip pointsman services");
+            let changes = plan.configure(configured(DriftPolicy::Report), &Model::new());
+            assert_eq!(tables.sync(&plan, &changes).await.1, []);
+            assert_eq!(tables.verify(&plan, Reach::Suspects).await.unwrap().len(), 1);
+        });
+    });
+}
+
 #[test]
 fn syn_10_a_look_reads_only_what_somebody_else_has_touched() {
     isolated(|| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let settings = ProxySettings { mode: Some(Mode::Nftables), ..ProxySettings::default() };
-            let config = NodeProxyConfiguration::complete(&settings, Drift::default()).unwrap();
-            let mut plan = Plan::new(config, &FAMILIES);
-            let everything = Dirty { everything: true, ..Dirty::default() };
-            plan.update(&Model::new(), everything);
+            let plan = empty_plan(DriftPolicy::Repair);
             let mut tables = Dataplane::open(&FAMILIES).await.unwrap();
             let (_, errors) = tables.sync(&plan, &Changes::default()).await;
             assert_eq!(errors, []);
@@ -128,11 +191,11 @@ fn syn_10_a_look_reads_only_what_somebody_else_has_touched() {
             nft("flush chain ip6 pointsman services");
             let found = tables.verify(&plan, Reach::Suspects).await.unwrap();
             assert_eq!(found, ["IPv4: the rules of services differ"]);
-            assert_eq!(tables.repair().await, []);
+            assert_eq!(tables.repair(&plan).await, []);
             timeout(SOON, tables.changed()).await.unwrap();
             let found = tables.verify(&plan, Reach::Suspects).await.unwrap();
             assert_eq!(found, ["IPv6: the rules of services differ"], "IPv4 is repaired");
-            assert_eq!(tables.repair().await, []);
+            assert_eq!(tables.repair(&plan).await, []);
             let left = tables.verify(&plan, Reach::Everything).await.unwrap();
             assert_eq!(left, Vec::<String>::new());
         });
