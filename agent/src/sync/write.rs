@@ -60,6 +60,11 @@ impl<P: Platform> Engine<P> {
             self.flows.follow(&running.plan, &self.model, &changes.ports, endpoints);
             let known = (!synced.full).then_some(&changes);
             self.state.localhost = self.platform.serve_localhost(&running.plan, known);
+            let counted = self.state.mode == Some(Mode::Nftables) && running.plan.config().nftables.counters;
+            if !counted || !self.schedule.looks() {
+                // Nobody reads them any more, and a figure that stands still is taken for the truth.
+                self.outside.metrics.traffic.set(&[]);
+            }
         }
         self.adjust().await;
         self.end_stale_flows().await;

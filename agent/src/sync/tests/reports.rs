@@ -2,14 +2,16 @@
 
 use std::time::Duration;
 
-use pointsman_crds::settings::IptablesBackend;
+use pointsman_crds::proxy_node_status::IpFamily;
+use pointsman_crds::settings::{DriftPolicy, IptablesBackend, Mode};
 use serde_json::json;
 use tokio::time::sleep;
 
 use super::rig::{self, Rig, rig};
 use crate::config::tests::{candidate, sample};
-use crate::kernel::SyncFailure;
-use crate::model::{Change, NodeFacts, ObjectName};
+use crate::kernel::{Counted, SyncFailure};
+use crate::model::{Change, NodeFacts, ObjectName, Protocol};
+use crate::plan::PortId;
 use crate::sync::Input;
 
 /// A Service whose load balancer asks for its health, with one endpoint here that is ready, or about to end.
@@ -112,4 +114,26 @@ async fn dropped_packets_are_added_up_across_rules_that_are_written_anew() {
     rig.script.lock().unwrap().dropped.extend([5, 7, 2, 2]);
     sleep(Duration::from_mins(5)).await;
     assert_eq!(rig.now().invalid_dropped, 9);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_counted_any_more_has_no_series() {
+    let rig = begin().await;
+    let web = PortId::new(ObjectName::new("shop", "web"), IpFamily::IPv4, "".into(), Protocol::Tcp);
+    rig.script.lock().unwrap().traffic = vec![(web, Counted { packets: 7, bytes: 700 })];
+    let mut counting = sample();
+    counting.mode = Mode::Nftables;
+    counting.nftables.counters = true;
+    let mut unread = counting.clone();
+    unread.drift.policy = DriftPolicy::Off;
+    let mut uncounted = unread.clone();
+    uncounted.nftables.counters = false;
+    for without in [&unread, &uncounted] {
+        rig.config(candidate("default", counting.clone())).await;
+        sleep(Duration::from_mins(2)).await;
+        assert!(rig.scrape().contains("pointsman_service_packets_total{"));
+        rig.config(candidate("default", without.clone())).await;
+        sleep(Duration::from_secs(2)).await;
+        assert!(!rig.scrape().contains("pointsman_service_packets_total{"));
+    }
 }

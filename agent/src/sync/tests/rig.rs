@@ -20,10 +20,10 @@ use crate::conntrack::{Job, Report, Target};
 use crate::events::objects::{ObjectNews, Objects};
 use crate::health::Pulse;
 use crate::healthcheck::Checks;
-use crate::kernel::{Reach, SyncError, SyncFailure, Synced};
+use crate::kernel::{Counted, Reach, SyncError, SyncFailure, Synced};
 use crate::metrics::{Metrics, Scrape};
 use crate::model::{Change, NodeFacts};
-use crate::plan::{Changes, Plan};
+use crate::plan::{Changes, Plan, PortId};
 use crate::state::{Source, SyncState, Watches};
 use crate::sync::{Dataplane, Engine, Input, Opened, Outside, Platform, QUEUE};
 use crate::sysctl::Settings;
@@ -88,6 +88,8 @@ pub struct Script {
     pub taken_ports: Vec<String>,
     /// What the next looks find counted.
     pub dropped: VecDeque<u64>,
+    /// What each look finds counted of Service ports.
+    pub traffic: Vec<(PortId, Counted)>,
 }
 
 pub type Shared = Arc<Mutex<Script>>;
@@ -135,6 +137,10 @@ impl Dataplane for Fake {
             return Err(error(failure));
         }
         Ok(script.differences.pop_front().unwrap_or_default())
+    }
+
+    async fn traffic(&mut self) -> Option<Vec<(PortId, Counted)>> {
+        Some(self.0.lock().unwrap().traffic.clone())
     }
 
     async fn invalid_dropped(&mut self) -> BTreeMap<IpFamily, u64> {
