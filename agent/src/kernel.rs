@@ -42,6 +42,8 @@ pub struct Synced {
     /// UDP and SCTP frontends that the kernel served before, as far as it was read, whether or not the plan has them. Also of
     /// families whose write has failed.
     pub served: Vec<(IpFamily, Target)>,
+    /// Service ports that the mode cannot serve as they should be, in words.
+    pub limits: Vec<String>,
     /// Time spent in each family.
     pub duration: BTreeMap<IpFamily, Duration>,
 }

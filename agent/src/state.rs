@@ -207,6 +207,8 @@ pub struct SyncState {
     pub localhost: Vec<String>,
     /// Endpoints that a proxy gives a rest because they cannot be reached from here: Service port and address.
     pub resting: Vec<String>,
+    /// Service ports that the mode cannot serve as they should be, in words.
+    pub limits: Vec<String>,
     /// Latency.
     pub latency: LatencyState,
     /// Objects and parts of objects that were skipped because they make no sense.
@@ -242,6 +244,7 @@ impl SyncState {
             settings: Vec::new(),
             localhost: Vec::new(),
             resting: Vec::new(),
+            limits: Vec::new(),
             latency: LatencyState::default(),
             skipped: 0,
             invalid_dropped: 0,

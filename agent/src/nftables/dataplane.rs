@@ -113,6 +113,10 @@ impl Dataplane {
             match outcome {
                 Ok((mut known, written)) => {
                     known.report_limits(family);
+                    let limits = known.limits.iter();
+                    synced
+                        .limits
+                        .extend(limits.map(|(id, limit)| format!("{} ({family:?}): {limit}", id.text())));
                     synced.written.insert((family, TABLE), written);
                     synced.rules.insert((family, TABLE), known.elements);
                     synced.duration.insert(family, start.elapsed());

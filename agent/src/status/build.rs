@@ -251,14 +251,16 @@ fn synced(inputs: Inputs<'_>) -> Finding {
     if !state.verified {
         return Finding::unknown("Verifying", "what the kernel holds has not been read back yet");
     }
-    if !state.resting.is_empty() {
-        let message = format!(
-            "the kernel holds what the plan says; endpoints that cannot be reached from here get no new connections: {}",
-            state.resting.join("; ")
-        );
-        return Finding::yes("Synced", message);
+    let mut message = "the kernel holds what the plan says".to_owned();
+    for (what, which) in [
+        ("except for what this mode cannot", &state.limits),
+        ("endpoints that cannot be reached from here get no new connections", &state.resting),
+    ] {
+        if !which.is_empty() {
+            message = format!("{message}; {what}: {}", which.join("; "));
+        }
     }
-    Finding::yes("Synced", "the kernel holds what the plan says")
+    Finding::yes("Synced", message)
 }
 
 fn drifted(state: &SyncState) -> Finding {

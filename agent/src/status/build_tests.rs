@@ -320,3 +320,13 @@ async fn endpoints_that_rest_are_named_and_no_fault_of_the_node() {
     let synced = status.conditions.iter().find(|it| it.type_ == "Synced").unwrap();
     assert!(synced.message.contains("10.0.0.1:80"), "{}", synced.message);
 }
+
+#[tokio::test(start_paused = true)]
+async fn services_that_the_mode_cannot_serve_as_they_should_be_are_named() {
+    let mut state = sound();
+    state.limits = vec!["ns/web (IPv4): served without session affinity".to_owned()];
+    check("limits", &state, &Watches::default(), "Ready", &["Synced=True/Synced", "Ready=True/AsExpected"]);
+    let status = status_of(&state, &Watches::default(), &[]);
+    let synced = status.conditions.iter().find(|it| it.type_ == "Synced").unwrap();
+    assert!(synced.message.contains("ns/web (IPv4): served without session affinity"), "{}", synced.message);
+}

@@ -54,6 +54,7 @@ impl<P: Platform> Engine<P> {
         debug!(?took, full = synced.full, rules = synced.total_rules(), "the kernel was written");
         self.must_write = false;
         self.state.rules = synced.total_rules();
+        self.state.limits.clone_from(&synced.limits);
         self.outside.metrics.drained();
         if let Some(running) = &self.running {
             let endpoints = |id: &PortId, port: &PortPlan| running.dataplane.flow_endpoints(id, port);

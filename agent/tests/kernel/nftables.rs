@@ -4,9 +4,11 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use k8s_openapi::api::discovery::v1::Endpoint;
 use pointsman_agent::conntrack::Connections;
 use pointsman_agent::iptables::{Flavour, cleanup};
 use pointsman_agent::kernel::{Counted, SyncFailure};
+use pointsman_agent::model::Change;
 use pointsman_agent::nftables;
 use pointsman_agent::sync::node::{Dataplane, Node};
 use pointsman_agent::sync::{Dataplane as _, Platform as _};
@@ -17,7 +19,7 @@ use serde_json::json;
 use crate::lifecycle::{Traffic, loaded};
 use crate::support::lab::{Lab, NODE, address};
 use crate::support::traffic::Answer;
-use crate::support::world::{FAMILIES, Way, World, block_on, cluster_ip, config, spec, tools};
+use crate::support::world::{FAMILIES, Way, World, block_on, cluster_ip, config, slice, spec, tools};
 
 // ids: AFF-7
 #[test]
@@ -242,4 +244,26 @@ fn counters_count_what_clients_send_to_each_service_port() {
     world.settle();
     assert!(!lab.node("nft list table ip pointsman").contains("traffic"), "off again");
     assert_eq!(world.runtime.block_on(world.dataplane.traffic()), Some(Vec::new()));
+}
+
+#[test]
+fn a_service_that_cannot_be_served_as_it_should_be_is_named() {
+    let Some(lab) = Lab::new() else { return };
+    let mut world = World::new(&lab, Way::Nftables);
+    let mut sticky = spec();
+    sticky["sessionAffinity"] = json!("ClientIP");
+    world.service("web", sticky);
+    world.endpoints("web", &["a"]);
+    assert_eq!(world.settle().limits, Vec::<String>::new());
+    let mut many = slice("web", IpFamily::IPv4, &["a"]);
+    let one = many.endpoints.remove(0);
+    many.endpoints.extend((0..4096_u16).map(|number| {
+        let [high, low] = number.to_be_bytes();
+        Endpoint { addresses: vec![format!("10.99.{high}.{low}")], ..one.clone() }
+    }));
+    world.apply(Change::SliceApplied(Box::new(many)));
+    let limits = world.settle().limits;
+    assert!(limits.len() == 1 && limits[0].starts_with("ns/web:web (IPv4): served without"), "{limits:?}");
+    world.endpoints("web", &["a"]);
+    assert_eq!(world.settle().limits, Vec::<String>::new());
 }

@@ -137,3 +137,16 @@ async fn what_is_not_counted_any_more_has_no_series() {
         assert!(!rig.scrape().contains("pointsman_service_packets_total{"));
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_the_mode_cannot_serve_is_in_the_state_as_long_as_it_cannot() {
+    let rig = begin().await;
+    for limits in [vec!["shop/web: not served".to_owned()], Vec::new()] {
+        rig.script.lock().unwrap().limits.clone_from(&limits);
+        rig.service("web").await;
+        rig.service("more").await;
+        sleep(Duration::from_secs(2)).await;
+        assert_eq!(rig.now().limits, limits);
+        rig.tell(Input::Change(Change::ServiceDeleted(ObjectName::new("shop", "web")))).await;
+    }
+}

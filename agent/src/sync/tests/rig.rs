@@ -88,6 +88,8 @@ pub struct Script {
     pub taken_ports: Vec<String>,
     /// What the next looks find counted.
     pub dropped: VecDeque<u64>,
+    /// What each write finds that cannot be served.
+    pub limits: Vec<String>,
     /// What each look finds counted of Service ports.
     pub traffic: Vec<(PortId, Counted)>,
 }
@@ -122,7 +124,8 @@ impl Dataplane for Fake {
         }
         let full = std::mem::take(&mut script.needs_full);
         let rules = BTreeMap::from([((IpFamily::IPv4, "nat"), plan.services())]);
-        (Synced { full, rules, served, ..Synced::default() }, Vec::new())
+        let limits = script.limits.clone();
+        (Synced { full, rules, served, limits, ..Synced::default() }, Vec::new())
     }
 
     async fn changed(&mut self) {
