@@ -17,6 +17,7 @@ use super::client::{self, Client};
 use super::compare::{Repair, compare};
 use super::error::Error;
 use super::layout::{self, Limit, State, table};
+use super::probe;
 use super::read::Installed;
 use super::ruleset::{Elements, Operation, Origin, Ruleset, Transaction};
 use super::watch::Watches;
@@ -28,6 +29,9 @@ use crate::plan::{Changes, NodePlan, Plan, PortId};
 const MARKED_PACKETS_LEAVE: Duration = Duration::from_millis(250);
 /// Kernels before 6.2 hold on to chains that elements led to, for about as long.
 const REFERENCES_LEAVE: Duration = Duration::from_secs(1);
+/// What is said where kernels cannot do what `nftables.counters` asks for.
+const UNCOUNTED: &str =
+    "packets to Services are not counted: the sets of this kernel cannot, those of Linux 5.7 can";
 /// What metrics call our tables.
 const TABLE: &str = "pointsman";
 
@@ -48,6 +52,8 @@ pub struct Dataplane {
 /// What is installed in a family.
 struct Known {
     state: State,
+    /// Whether packets to Services are to be counted.
+    counters: bool,
     /// Elements in it.
     elements: usize,
     /// When it was written last.
@@ -104,7 +110,7 @@ impl Dataplane {
             let Some(node) = plan.node(family) else { continue };
             let start = Instant::now();
             // Taken out, so that it stays unknown if the write fails or is cancelled.
-            let known = self.known.remove(&family).filter(|known| known.state.counts() == node.counters);
+            let known = self.known.remove(&family).filter(|known| known.counters == node.counters);
             synced.full |= known.is_none();
             let outcome = match known {
                 Some(known) => self.advance(plan, changes, known).await,
@@ -113,6 +119,9 @@ impl Dataplane {
             match outcome {
                 Ok((mut known, written)) => {
                     known.report_limits(family);
+                    if known.counters && !known.state.counts() {
+                        synced.limits.push(format!("{family:?}: {UNCOUNTED}"));
+                    }
                     let limits = known.limits.iter();
                     synced
                         .limits
@@ -174,11 +183,20 @@ impl Dataplane {
             // Also if this fails: what served them may be gone by the next time.
             served.extend(layout::served(&read.ruleset).into_iter().map(|target| (node.family, target)));
         }
-        let state = adopted(plan, node, read.as_ref());
+        let counters = node.counters;
+        let mut node = node.clone();
+        if counters {
+            let counts = self.client.with(move |connection| probe::counts(connection, table.family)).await;
+            node.counters = counts.map_err(|error| failed(node.family, &error))?;
+            if !node.counters {
+                warn!(family = ?node.family, "{UNCOUNTED}");
+            }
+        }
+        let state = adopted(plan, &node, read.as_ref());
         let full = state.full();
         let elements = full.elements.values().map(Elements::len).sum();
         let limits = BTreeMap::new();
-        let mut known = Known { state, elements, written: Instant::now(), limits };
+        let mut known = Known { state, counters, elements, written: Instant::now(), limits };
         let mut written = 0;
         if read.is_some() {
             let repair = compare(&full, read.as_ref());

@@ -1,7 +1,8 @@
 //! What this kernel can do.
 //!
 //! In: a connection. Out: the features that are missing, each with the kernel's error. Each is tried alone, in a table that
-//! no packet enters and that is deleted by the transaction that makes it: nothing is left behind, whatever happens.
+//! no packet enters and that is deleted by the transaction that makes it: nothing is left behind, whatever happens. Only
+//! whether sets count, which is asked where it is wanted, takes a table that is there for a moment.
 
 use std::fmt;
 use std::time::Duration;
@@ -221,4 +222,29 @@ pub fn probe(connection: &mut Connection, family: IpFamily) -> Result<Vec<Missin
         }
     }
     Ok(missing)
+}
+
+/// Whether sets can count. Kernels before 5.7 take the declaration of one that does, and leave that out without a word: so it is
+/// read back, from a table that is deleted thereafter.
+pub fn counts(connection: &mut Connection, family: IpFamily) -> Result<bool, Error> {
+    let table = Table::new(family, TABLE);
+    let mut ruleset = Ruleset::new(table.clone());
+    ruleset.add_set(Set::new("set", Columns::Types(vec![Type::Address])).counting());
+    let mut transaction = Transaction::default();
+    // Whatever a probe that was killed has left.
+    for operation in [Operation::AddDormantTable, Operation::DeleteTable, Operation::AddDormantTable] {
+        transaction.push(operation, Origin::NONE);
+    }
+    transaction
+        .operations
+        .extend(ruleset.sets.values().map(|set| (Operation::AddSet(set.clone()), Origin::NONE)));
+    match connection.apply(&table, &transaction) {
+        Err(Error::Refused(_)) => return Ok(false),
+        applied => applied?,
+    }
+    let read = connection.read(&table);
+    let mut transaction = Transaction::default();
+    transaction.push(Operation::DeleteTable, Origin::NONE);
+    connection.apply(&table, &transaction)?;
+    Ok(read?.is_some_and(|read| read.ruleset == ruleset))
 }

@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use pointsman_agent::nftables::connection::Connection;
 use pointsman_agent::nftables::error::Error;
-use pointsman_agent::nftables::probe::probe;
+use pointsman_agent::nftables::probe::{counts, probe};
 use pointsman_agent::nftables::ruleset::Value;
 use pointsman_agent::nftables::ruleset::{
     Chain, ChainType, Element, Hook, Operation, Origin, Rule, Tuple, Verdict, goto, jump, key,
@@ -155,6 +155,7 @@ fn this_kernel_has_everything_and_nothing_is_left() {
         let mut connection = Connection::open().unwrap();
         for family in FAMILIES {
             assert_eq!(probe(&mut connection, family).unwrap(), []);
+            assert!(counts(&mut connection, family).unwrap());
         }
         assert_eq!(nft("-a list ruleset"), before);
     });
@@ -163,10 +164,16 @@ fn this_kernel_has_everything_and_nothing_is_left() {
 #[test]
 fn what_an_older_probe_has_left_is_removed() {
     isolated(|| {
-        nft("add table ip pointsman-probe");
-        nft("add chain ip pointsman-probe left { type filter hook input priority 5; }");
         let mut connection = Connection::open().unwrap();
+        let leave = || {
+            nft("add table ip pointsman-probe");
+            nft("add chain ip pointsman-probe left { type filter hook input priority 5; }");
+        };
+        leave();
         assert_eq!(probe(&mut connection, IpFamily::IPv4).unwrap(), []);
+        assert_eq!(nft("list ruleset"), "");
+        leave();
+        assert!(counts(&mut connection, IpFamily::IPv4).unwrap());
         assert_eq!(nft("list ruleset"), "");
     });
 }

@@ -145,7 +145,9 @@ impl State {
     }
 
     fn follow_node(&mut self, node: &NodePlan, delta: &mut Delta) {
-        if *node == self.node {
+        // Whether it counts is decided when a table is adopted.
+        let node = NodePlan { counters: self.node.counters, ..node.clone() };
+        if node == self.node {
             return;
         }
         let before = fixed::chains(&self.node, self.accepted);
@@ -153,10 +155,10 @@ impl State {
         for (set, element) in fixed::elements(&self.node) {
             delta.remove(set, element, Origin::NONE);
         }
-        for (set, element) in fixed::elements(node) {
+        for (set, element) in fixed::elements(&node) {
             delta.add(set, element, Origin::NONE);
         }
-        self.node = node.clone();
+        self.node = node;
         self.reframe(&before, delta);
     }
 

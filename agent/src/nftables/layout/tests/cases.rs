@@ -359,3 +359,16 @@ fn worked_example() {
     world.step([service_applied("empty", &cluster_ip(3, json!({})))]);
     insta::assert_snapshot!(text::ruleset(world.table()));
 }
+
+#[test]
+fn a_table_of_a_kernel_that_cannot_count_follows_without() {
+    let mut world = World::new();
+    world.count(&spec(&json!({})), 1..8);
+    let cluster = &mut world.cluster;
+    let mut config = cluster.plan.config().clone();
+    assert!(!config.nftables.counters);
+    config.nftables.counters = true;
+    let changes = cluster.plan.configure(config, &cluster.model);
+    let (state, _) = world.installed.get_mut(&IPv4).unwrap();
+    assert!(state.advance(&cluster.plan, &changes).is_empty() && !state.counts());
+}
