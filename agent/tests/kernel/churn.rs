@@ -73,10 +73,11 @@ fn no_connection_of_25000_is_lost_while_endpoints_change_all_the_time() {
             }
         }
         let failed = clients.join().unwrap();
-        let seconds = begun.elapsed().as_secs_f64();
-        println!("affinity {affinity}: {changes} changes, {:.0} a second", f64::from(changes) / seconds);
+        let rate = f64::from(changes) / begun.elapsed().as_secs_f64();
+        println!("affinity {affinity}: {changes} changes, {rate:.0} a second");
         assert_eq!(failed, [], "of {CONNECTIONS} with affinity {affinity}");
-        assert!(changes > 1000, "{changes}");
+        // 830 on two cores that ten others want.
+        assert!(rate > 300.0, "{changes} changes, {rate:.0} a second");
         assert_eq!(world.differences(), Vec::<String>::new());
     }
 }
