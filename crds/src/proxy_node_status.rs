@@ -87,7 +87,7 @@ pub struct ProxyNodeStatusStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub observed_generation: Option<i64>,
-    /// Ready, Applying, Degraded, Incompatible, Conflicted, Stale or Unknown; derived from conditions.
+    /// Ready, Applying, Degraded, Incompatible, Stale or Unknown; derived from conditions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 32))]
     pub state: Option<String>,

@@ -308,22 +308,16 @@ fn ready(compatible: &Finding, applied: &Finding, synced: &Finding, drifted: &Fi
     }
 }
 
-/// The first that holds of Incompatible, Degraded, Conflicted, Applying, Ready; Stale and Unknown are the operator's to say.
+/// The first that holds of Incompatible, Degraded, Applying, Ready; Stale and Unknown are the operator's to say.
 fn state_word(compatible: &Finding, applied: &Finding, synced: &Finding, ready: &Finding) -> &'static str {
-    let conflicted = applied.is(ConditionStatus::False) && applied.reason == "Conflicted";
     let drift_degrades = ready.is(ConditionStatus::False)
         && applied.is(ConditionStatus::True)
         && synced.is(ConditionStatus::True)
         && compatible.is(ConditionStatus::True);
     if compatible.is(ConditionStatus::False) {
         "Incompatible"
-    } else if synced.is(ConditionStatus::False)
-        || (applied.is(ConditionStatus::False) && !conflicted)
-        || drift_degrades
-    {
+    } else if synced.is(ConditionStatus::False) || applied.is(ConditionStatus::False) || drift_degrades {
         "Degraded"
-    } else if conflicted {
-        "Conflicted"
     } else if ready.is(ConditionStatus::True) {
         "Ready"
     } else {
