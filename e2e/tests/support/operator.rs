@@ -146,7 +146,10 @@ impl Stage {
         let now = now_text();
         let status = json!({"status": {
             "state": "Ready", "mode": "iptables", "heartbeatTime": now,
-            "config": {"active": config_map.labels()["pointsman.dev/revision"]},
+            "config": {
+                "active": config_map.labels()["pointsman.dev/revision"],
+                "activeHash": config_map.annotations()["pointsman.dev/config-hash"],
+            },
             "conditions": [{
                 "type": "Ready", "status": "True", "reason": "AsExpected", "message": "", "lastTransitionTime": now,
             }],
