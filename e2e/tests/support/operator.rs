@@ -143,6 +143,8 @@ impl Stage {
     /// What the agent of `node` writes once it has applied what its ConfigMap holds.
     pub async fn agent_reports_ready(&self, node: &str) {
         let (config_map, _) = self.configuration(node, |_| true).await;
+        // It is written after the ConfigMap.
+        eventually("a report", 10, async || self.reports.get_opt(node).await.unwrap()).await;
         let now = now_text();
         let status = json!({"status": {
             "state": "Ready", "mode": "iptables", "heartbeatTime": now,
