@@ -5,6 +5,7 @@
 //!
 //! A virtual server is ours if our sets have it, or if it is at an address that kube-proxy has bound. All others are left alone.
 
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
@@ -143,7 +144,8 @@ pub(super) fn compare(
             work.delta.servers.insert(*key, Some(wanted.clone()));
         }
     }
-    let recorded: BTreeSet<Key> = installed.recorded().collect();
+    // Only where something is excluded; without that, a look need not read all members once more.
+    let recorded = LazyCell::new(|| installed.recorded().collect::<BTreeSet<Key>>());
     let excluded = |key: &Key| key.address().is_none_or(|address| site.excludes(address));
     let theirs = |key: &Key| excluded(key) && !recorded.contains(key);
     let stale = installed.ours().into_iter().filter(|key| {
