@@ -474,6 +474,28 @@ fn ct_1_tcp_established_stays_and_an_unanswered_syn_goes() {
     });
 }
 
+/// Without that, all repetitions of the SYN go where the first one went, until the client gives up.
+// ids: CT-8
+#[test]
+fn ct_8_a_connection_that_began_before_its_frontend_was_served_is_answered() {
+    isolated(|| {
+        let listener = TcpListener::bind("10.244.1.7:53").unwrap();
+        dnat_to(None);
+        let vip = SocketAddr::new(VIP.parse().unwrap(), 53);
+        let client = thread::spawn(move || TcpStream::connect_timeout(&vip, Duration::from_secs(10)));
+        while table("ipv4").is_empty() {
+            thread::sleep(Duration::from_millis(10));
+        }
+        dnat_to(Some(SERVING));
+        let mut reconciler = Reconciler::new(IpFamily::IPv4);
+        reconciler.set(Frontend::new(vip, Protocol::Tcp), endpoints(&["10.244.1.7:53"]));
+        let job = reconciler.begin().expect("a run is due");
+        assert_eq!(conntrack::run(&job).unwrap().deleted, 1);
+        client.join().unwrap().unwrap();
+        listener.accept().unwrap();
+    });
+}
+
 #[test]
 fn node_addresses_protect_flows_to_other_hosts() {
     isolated(|| {

@@ -34,7 +34,7 @@ pub async fn create(layout: &Layout) -> Result<()> {
         create_netns(&layout.netns(name)).await?;
     }
     set(&layout.netns("fabric"), &fabric_settings()).await?;
-    set(&layout.netns("client"), "net/ipv6/conf/default/accept_dad=0\n").await?;
+    set(&layout.netns("client"), CLIENT_SETTINGS).await?;
     let link = layout.host_link();
     let mut add = command("ip", ["link", "add", &link, "type", "veth", "peer", "name", "uplink", "netns"]);
     output(add.arg(layout.netns("fabric"))).await?;
@@ -126,6 +126,15 @@ fn fabric_settings() -> String {
     bridge.concat()
         + "net/ipv6/conf/default/accept_dad=0\nnet/ipv4/ip_forward=0\nnet/ipv6/conf/all/forwarding=0\n"
 }
+
+/// Of the outside client. As a load balancer, it sends what is for an address to the node that it was told: a redirect, which a node
+/// that does not serve the address yet answers with, would lead it away for minutes.
+const CLIENT_SETTINGS: &str = "net/ipv6/conf/default/accept_dad=0
+net/ipv4/conf/all/accept_redirects=0
+net/ipv4/conf/default/accept_redirects=0
+net/ipv6/conf/all/accept_redirects=0
+net/ipv6/conf/default/accept_redirects=0
+";
 
 /// Of a node: it routes for its pods, and service rules see what passes between pods on its bridge. It may refuse as often as
 /// it is asked; by default a client gets one answer a second.

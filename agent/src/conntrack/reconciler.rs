@@ -36,6 +36,7 @@ impl Job {
 ///
 /// A run becomes due when an entry may have become stale: an endpoint left, the first one came (flows that began before
 /// it lead nowhere), a frontend is new or gone. More endpoints beside others make no entry stale and cost nothing.
+/// Of TCP only the first endpoint makes a run due: the rest ends by itself, and each run has the kernel walk its whole table.
 /// It stays due until a run has succeeded.
 #[derive(Debug)]
 pub struct Reconciler {
@@ -72,7 +73,11 @@ impl Reconciler {
         if old == Some(&endpoints) {
             return;
         }
-        let grew = old.is_some_and(|old| !old.is_empty() && old.is_subset(&endpoints));
+        let (led, leads) = (old.is_some_and(|old| !old.is_empty()), !endpoints.is_empty());
+        let due = match target.protocol() {
+            Protocol::Tcp => !led && leads,
+            Protocol::Udp | Protocol::Sctp => !(led && old.is_some_and(|old| old.is_subset(&endpoints))),
+        };
         let serving = Arc::make_mut(&mut self.serving);
         match target {
             Target::Frontend(frontend) => {
@@ -85,7 +90,7 @@ impl Reconciler {
             }
         }
         self.removed.remove(&target);
-        if !grew {
+        if due {
             self.touch(target.protocol());
         }
     }
@@ -95,15 +100,16 @@ impl Reconciler {
     pub fn remove(&mut self, target: impl Into<Target>) {
         let target = target.into();
         let serving = Arc::make_mut(&mut self.serving);
+        match &target {
+            Target::Frontend(frontend) => drop(serving.frontends.remove(frontend)),
+            Target::NodePort(node_port) => drop(serving.node_ports.remove(node_port)),
+        }
+        if target.protocol() == Protocol::Tcp {
+            return;
+        }
         match target {
-            Target::Frontend(frontend) => {
-                serving.frontends.remove(&frontend);
-                serving.removed_frontends.insert(frontend);
-            }
-            Target::NodePort(node_port) => {
-                serving.node_ports.remove(&node_port);
-                serving.removed_node_ports.insert(node_port);
-            }
+            Target::Frontend(frontend) => drop(serving.removed_frontends.insert(frontend)),
+            Target::NodePort(node_port) => drop(serving.removed_node_ports.insert(node_port)),
         }
         self.touch(target.protocol());
         self.removed.insert(target, self.generation);

@@ -4,7 +4,6 @@
 //! In: Service ports, endpoints, blocks. Out: names of at most 28 characters, which is what both flavours take.
 
 use std::fmt;
-use std::net::SocketAddr;
 
 use ipnet::IpNet;
 use sha2::{Digest, Sha256};
@@ -54,7 +53,7 @@ impl ChainName {
 
     /// Of an endpoint: `KUBE-SEP-…`.
     pub(crate) fn of_endpoint(id: &PortId, backend: &Backend) -> Self {
-        let endpoint = SocketAddr::new(backend.address, backend.port).to_string();
+        let endpoint = backend.socket().to_string();
         Self::hashed("KUBE-SEP-", &[&id.text(), id.protocol.lower(), &endpoint])
     }
 
@@ -65,7 +64,7 @@ impl ChainName {
 
     /// As [`Self::of_endpoint`], of mode ipvs.
     pub(crate) fn of_near_endpoint(id: &PortId, backend: &Backend) -> Self {
-        let endpoint = SocketAddr::new(backend.address, backend.port).to_string();
+        let endpoint = backend.socket().to_string();
         Self::hashed(NEAR_ENDPOINT, &[&id.text(), id.protocol.lower(), &endpoint])
     }
 

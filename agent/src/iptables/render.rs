@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
 use pointsman_crds::proxy_node_status::IpFamily;
 
@@ -257,7 +257,7 @@ impl Painter<'_> {
             if many {
                 String::new()
             } else {
-                commented(&format!("{} -> {}", self.text, socket(backend))) + " "
+                commented(&format!("{} -> {}", self.text, backend.socket())) + " "
             }
         };
         if let Some(seconds) = self.port.affinity {
@@ -291,7 +291,7 @@ impl Painter<'_> {
         };
         let hairpin = format!("-s {} -j {MARK_MASQ}", host(backend.address));
         let lead =
-            format!("-p {protocol} {remember}-m {protocol} -j DNAT --to-destination {}", socket(backend));
+            format!("-p {protocol} {remember}-m {protocol} -j DNAT --to-destination {}", backend.socket());
         // Mode ipvs has a set for those who reach themselves.
         if self.near { vec![lead] } else { vec![hairpin, lead] }
     }
@@ -410,10 +410,6 @@ impl Painter<'_> {
             IpFamily::IPv6 => "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
         }
     }
-}
-
-fn socket(backend: &Backend) -> String {
-    SocketAddr::new(backend.address, backend.port).to_string()
 }
 
 /// The chance of one in `count`, as the kernel keeps it: in steps of 2⁻³¹.

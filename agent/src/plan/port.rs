@@ -76,6 +76,14 @@ pub struct Backend {
     pub weight: NonZeroU16,
 }
 
+impl Backend {
+    /// Its address and port.
+    #[must_use]
+    pub fn socket(&self) -> SocketAddr {
+        SocketAddr::new(self.address, self.port)
+    }
+}
+
 /// Where packets of one kind go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
@@ -168,7 +176,7 @@ impl PortPlan {
     /// Where flows may lead: the endpoints that answer.
     #[must_use]
     pub fn serving_sockets(&self) -> Vec<SocketAddr> {
-        self.serving.iter().map(|backend| SocketAddr::new(backend.address, backend.port)).collect()
+        self.serving.iter().map(Backend::socket).collect()
     }
 
     /// How many endpoints it uses.

@@ -1,7 +1,7 @@
-//! UDP and SCTP flows that must not outlive their endpoints.
+//! UDP and SCTP flows that must not outlive their endpoints, and TCP connections that began before their frontend was served.
 //!
 //! In: the plan, and which of its ports have changed. Out: one [`Job`] per family for [`crate::conntrack`], due until a run has
-//! succeeded. TCP is left alone: an established connection to a terminating endpoint is to end by itself.
+//! succeeded. Of TCP only that is looked after: an established connection to a terminating endpoint is to end by itself.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
@@ -10,9 +10,9 @@ use pointsman_crds::proxy_node_status::IpFamily;
 
 use crate::conntrack::{Endpoints, Frontend, Job, NodePort, Reconciler, Target};
 use crate::model::{Model, Protocol, family_of};
-use crate::plan::{Plan, PortId, PortPlan};
+use crate::plan::{Backend, Plan, PortId, PortPlan};
 
-/// What every UDP and SCTP frontend leads to, as of the last write.
+/// What every frontend that is looked after leads to, as of the last write.
 #[derive(Debug, Default)]
 pub(super) struct Flows {
     families: BTreeMap<IpFamily, Reconciler>,
@@ -30,7 +30,7 @@ impl Flows {
     }
 
     /// Follows the plan after it was written. `changed` are its ports that are not the same as at the last call.
-    /// `endpoints` says where the flows of a port may lead.
+    /// `endpoints` says where the flows of a UDP or SCTP port may lead.
     pub(super) fn follow(
         &mut self,
         plan: &Plan,
@@ -63,7 +63,10 @@ impl Flows {
         }
         for id in changed {
             let Some(port) = plan.port(id) else { continue };
-            let endpoints = Endpoints::new(endpoints(id, port));
+            let endpoints = Endpoints::new(match id.protocol {
+                Protocol::Tcp => port.backends().map(Backend::socket).collect(),
+                Protocol::Udp | Protocol::Sctp => endpoints(id, port),
+            });
             for target in self.targets.get(id).cloned().unwrap_or_default() {
                 self.reconciler(id.family).set(target, endpoints.clone());
             }
@@ -106,16 +109,17 @@ impl Flows {
     }
 }
 
-/// The frontends of a port whose flows are looked after.
+/// The frontends of a port whose flows are looked after. Of TCP those whose packets are forwarded as they are while they are not
+/// served: the client's first SYN leaves an entry that keeps each repetition from being translated. A ClusterIP is
+/// refused then, and a NodePort answered by the node itself.
 fn targets(id: &PortId, port: &PortPlan) -> Vec<Target> {
     let protocol = id.protocol;
-    if protocol == Protocol::Tcp {
-        return Vec::new();
-    }
-    let addresses = port.cluster_ip.iter().chain(&port.external_ips).chain(&port.load_balancer_ips);
+    let inside = (protocol != Protocol::Tcp).then_some((port.cluster_ip, port.node_port));
+    let (cluster_ip, node_port) = inside.unwrap_or_default();
+    let addresses = cluster_ip.iter().chain(&port.external_ips).chain(&port.load_balancer_ips);
     addresses
         .map(|address| Frontend::new(SocketAddr::new(*address, port.port), protocol).into())
-        .chain(port.node_port.map(|number| NodePort::new(number, protocol).into()))
+        .chain(node_port.map(|number| NodePort::new(number, protocol).into()))
         .collect()
 }
 

@@ -146,7 +146,7 @@ impl ServicePort {
     /// Whether an endpoint answers, so that a flow to it may go on.
     #[must_use]
     pub fn serves(&self, endpoint: SocketAddr) -> bool {
-        self.state().plan.serving.iter().any(|backend| socket(backend) == endpoint)
+        self.state().plan.serving.iter().any(|backend| backend.socket() == endpoint)
     }
 
     /// Chooses an endpoint that is none of `tried`; the client stays with it if the Service says so.
@@ -224,11 +224,7 @@ impl ServicePort {
 fn weighted<'a>(
     backends: impl Iterator<Item = &'a Backend>,
 ) -> impl Iterator<Item = (SocketAddr, NonZeroU16)> {
-    backends.map(|backend| (socket(backend), backend.weight))
-}
-
-fn socket(backend: &Backend) -> SocketAddr {
-    SocketAddr::new(backend.address, backend.port)
+    backends.map(|backend| (backend.socket(), backend.weight))
 }
 
 /// Whether an address is one of the node's own: from it, the node would send to itself. (Binding to it proves nothing where

@@ -134,6 +134,16 @@ fn protocols_are_due_on_their_own() {
     reconciler.set(tcp, endpoints(&[1]));
     assert_eq!(reconciler.begin().unwrap().protocols, [Protocol::Tcp]);
     run(&mut reconciler, true);
+    for still in [&[1, 2][..], &[2], &[3], &[]] {
+        reconciler.set(tcp, endpoints(still));
+        assert_eq!(reconciler.begin(), None, "{still:?}: connections end by themselves");
+    }
+    reconciler.set(tcp, endpoints(&[3]));
+    assert_eq!(reconciler.begin().unwrap().protocols, [Protocol::Tcp], "the first one came back");
+    run(&mut reconciler, true);
+    reconciler.remove(tcp);
+    assert_eq!(reconciler.begin(), None);
+    assert!(!reconciler.serving().concerns(Protocol::Tcp));
     reconciler.touch_all();
     assert_eq!(reconciler.begin().unwrap().protocols, Protocol::ALL);
 }

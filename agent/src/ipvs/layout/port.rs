@@ -117,9 +117,7 @@ impl Painter<'_> {
         if self.site.excludes(address) {
             return false;
         }
-        let real = |backend: &Backend| {
-            (SocketAddr::new(backend.address, backend.port), u32::from(backend.weight.get()))
-        };
+        let real = |backend: &Backend| (backend.socket(), u32::from(backend.weight.get()));
         let reals = backends.iter().map(real).collect();
         let server = Server { settings: self.site.settings(self.port.affinity), reals };
         self.piece.servers.insert(Key::new(self.id.protocol, address, number), server);

@@ -176,6 +176,29 @@ fn flows_are_looked_at_when_an_endpoint_left_or_the_first_one_came() {
     }
 }
 
+// ids: CT-8
+#[test]
+fn of_tcp_only_addresses_from_outside_are_looked_at_and_only_when_their_first_endpoint_came() {
+    let mut world = World::new();
+    let vip = json!({
+        "metadata": {"namespace": "ns", "name": "dns"},
+        "spec": {
+            "type": "LoadBalancer", "clusterIPs": ["10.96.0.10"], "externalIPs": ["203.0.113.7"],
+            "ports": [{"name": "tcp", "protocol": "TCP", "port": 53, "nodePort": 30053}],
+        },
+        "status": {"loadBalancer": {"ingress": [{"ip": "192.0.2.80"}]}},
+    });
+    world.slices(&[("t", "tcp", 5353, &["1"])]);
+    assert!(world.apply(vec![Change::ServiceApplied(Box::new(serde_json::from_value(vip).unwrap()))]));
+    let known = &world.flows.reconciler(IpFamily::IPv4).serving().frontends;
+    let tcp = known.keys().filter(|frontend| frontend.protocol == Protocol::Tcp);
+    let known: BTreeSet<String> = tcp.map(|frontend| frontend.address.to_string()).collect();
+    assert_eq!(known, BTreeSet::from(["192.0.2.80:53".to_owned(), "203.0.113.7:53".to_owned()]));
+    for (endpoints, looked_at) in [(&["1", "2"][..], false), (&["2"], false), (&[], false), (&["2"], true)] {
+        assert_eq!(world.slices(&[("t", "tcp", 5353, endpoints)]), looked_at, "{endpoints:?}");
+    }
+}
+
 // ids: TRK-3
 #[test]
 fn nothing_is_left_of_services_that_came_and_went() {
