@@ -110,8 +110,9 @@ impl Flows {
 }
 
 /// The frontends of a port whose flows are looked after. Of TCP those whose packets are forwarded as they are while they are not
-/// served: the client's first SYN leaves an entry that keeps each repetition from being translated. A ClusterIP is
-/// refused then, and a NodePort answered by the node itself.
+/// served: the client's first SYN leaves an entry that keeps each repetition from being translated. A NodePort is answered by the
+/// node itself then, and a ClusterIP is refused or dropped; where it is not, in mode iptables, it is not worth a walk through the
+/// kernel's table for every new Service.
 fn targets(id: &PortId, port: &PortPlan) -> Vec<Target> {
     let protocol = id.protocol;
     let inside = (protocol != Protocol::Tcp).then_some((port.cluster_ip, port.node_port));
