@@ -74,13 +74,24 @@ pub struct Run<'a> {
     /// Services whose first endpoint is replaced at the moment.
     replaced: BTreeSet<Numbered>,
     failed: usize,
+    /// What is used in a second without a program.
+    alone: Duration,
 }
 
 impl<'a> Run<'a> {
     /// Nothing measured yet.
     #[must_use]
     pub fn new(setup: &'a Setup, writer: Writer, kind: Kind, size: Size, effort: Effort) -> Self {
-        Self { setup, writer, kind, size, effort, replaced: BTreeSet::new(), failed: 0 }
+        Self {
+            setup,
+            writer,
+            kind,
+            size,
+            effort,
+            replaced: BTreeSet::new(),
+            failed: 0,
+            alone: Duration::ZERO,
+        }
     }
 
     /// Measures all of it, on a new node.
@@ -103,14 +114,14 @@ impl<'a> Run<'a> {
 
     async fn measure_running(&mut self, lab: &Lab, program: &Program, rows: &mut Measured) -> Result<()> {
         self.cold_start(program, rows)?;
-        settle(program, FIRST_REST).await?;
+        self.settle(program, FIRST_REST).await?;
         rows.time("CPU of the cold start", program.meter().cpu()?);
         self.setup.verify(lab, self.kind).await?;
         self.latency(rows)?;
         self.endpoint_changes(program, rows).await?;
         self.added_services(program, rows).await?;
         self.series(program, rows).await?;
-        settle(program, REST).await?;
+        self.settle(program, REST).await?;
         let cpu = program.meter().cpu()?;
         sleep(self.effort.idle).await;
         rows.time(self.idle_row(true), program.meter().since(cpu)?);
@@ -121,14 +132,16 @@ impl<'a> Run<'a> {
     }
 
     /// The kernel in which all of it runs, where its time is counted, too.
-    async fn measure_nothing(&self, lab: &Lab, rows: &mut Measured) -> Result<()> {
+    async fn measure_nothing(&mut self, lab: &Lab, rows: &mut Measured) -> Result<()> {
         if lab.processor().is_none() {
             return Ok(());
         }
         let meter = Meter::new(&format!("{}-{}-nothing", self.kind, self.size.key()), lab.processor())?;
         let cpu = meter.cpu()?;
         sleep(self.effort.idle).await;
-        rows.time(self.idle_row(false), meter.since(cpu)?);
+        let used = meter.since(cpu)?;
+        self.alone = used.div_f64(self.effort.idle.as_secs_f64());
+        rows.time(self.idle_row(false), used);
         Ok(())
     }
 
@@ -255,7 +268,7 @@ impl<'a> Run<'a> {
         for number in 0..self.effort.added {
             self.writer.remove(number).await?;
         }
-        settle(program, REST).await
+        self.settle(program, REST).await
     }
 
     /// A hundred changes, twenty a second: what is collected into one write, and what it costs.
@@ -268,7 +281,7 @@ impl<'a> Run<'a> {
             sleep(SERIES_PACE).await;
         }
         rows.time("last of 100 changes in 5 s", self.toggle_and_see(*last).await?);
-        settle(program, REST).await?;
+        self.settle(program, REST).await?;
         rows.time("CPU of 100 changes in 5 s", program.meter().since(cpu)?);
         Ok(())
     }
@@ -285,7 +298,7 @@ impl<'a> Run<'a> {
         let seen = looking.await?.or_else(|error| program.check(Duration::ZERO).and(Err(error)))?;
         self.failed += seen.failed;
         rows.time("restart with rules in place", seen.after);
-        settle(&program, FIRST_REST).await?;
+        self.settle(&program, FIRST_REST).await?;
         rows.time("CPU of that restart", program.meter().cpu()?);
         rows.add(
             "peak memory of that restart, with children and kernel",
@@ -298,22 +311,23 @@ impl<'a> Run<'a> {
         ensure!(self.replaced.is_empty(), "every endpoint is back");
         Ok(())
     }
+
+    /// Waits until a program has nothing to do: three seconds with less than a twentieth of a processor beside what is used without it.
+    /// Not for ever: kube-proxy in mode ipvs looks at all it has made every 30 seconds, and may take longer for that.
+    async fn settle(&self, program: &Program, patience: Duration) -> Result<()> {
+        let rests = self.alone + Duration::from_millis(50);
+        let (mut quiet, start) = (0, Instant::now());
+        while quiet < 3 && start.elapsed() < patience {
+            program.check(PATIENCE + Duration::from_hours(1))?;
+            let before = program.meter().cpu()?;
+            sleep(Duration::from_secs(1)).await;
+            let used = program.meter().since(before)?;
+            quiet = if used < rests { quiet + 1 } else { 0 };
+        }
+        Ok(())
+    }
 }
 
 fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX).max(1)
-}
-
-/// Waits until a program has nothing to do: three seconds with less than a twentieth of a processor. Not for ever: kube-proxy in
-/// mode ipvs looks at all it has made every 30 seconds, and may take longer for that.
-async fn settle(program: &Program, patience: Duration) -> Result<()> {
-    let (mut quiet, start) = (0, Instant::now());
-    while quiet < 3 && start.elapsed() < patience {
-        program.check(PATIENCE + Duration::from_hours(1))?;
-        let before = program.meter().cpu()?;
-        sleep(Duration::from_secs(1)).await;
-        let used = program.meter().since(before)?;
-        quiet = if used < Duration::from_millis(50) { quiet + 1 } else { 0 };
-    }
-    Ok(())
 }
