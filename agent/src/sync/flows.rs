@@ -62,12 +62,15 @@ impl Flows {
             }
         }
         for id in changed {
-            let Some(port) = plan.port(id) else { continue };
+            // Most ports have none: their endpoints need no look.
+            let (Some(port), Some(targets)) = (plan.port(id), self.targets.get(id).cloned()) else {
+                continue;
+            };
             let endpoints = Endpoints::new(match id.protocol {
                 Protocol::Tcp => port.backends().map(Backend::socket).collect(),
                 Protocol::Udp | Protocol::Sctp => endpoints(id, port),
             });
-            for target in self.targets.get(id).cloned().unwrap_or_default() {
+            for target in targets {
                 self.reconciler(id.family).set(target, endpoints.clone());
             }
         }
