@@ -483,7 +483,9 @@ fn ct_8_a_connection_that_began_before_its_frontend_was_served_is_answered() {
         dnat_to(None);
         let vip = SocketAddr::new(VIP.parse().unwrap(), 53);
         let client = thread::spawn(move || TcpStream::connect_timeout(&vip, Duration::from_secs(10)));
-        while table("ipv4").is_empty() {}
+        while table("ipv4").is_empty() {
+            assert!(!client.is_finished(), "it ended without a SYN");
+        }
         dnat_to(Some(SERVING));
         let mut reconciler = Reconciler::new(IpFamily::IPv4);
         reconciler.set(Frontend::new(vip, Protocol::Tcp), endpoints(&["10.244.1.7:53"]));

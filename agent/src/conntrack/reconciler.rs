@@ -73,10 +73,10 @@ impl Reconciler {
         if old == Some(&endpoints) {
             return;
         }
-        let (led, leads) = (old.is_some_and(|old| !old.is_empty()), !endpoints.is_empty());
+        let led_to = old.filter(|old| !old.is_empty());
         let due = match target.protocol() {
-            Protocol::Tcp => !led && leads,
-            Protocol::Udp | Protocol::Sctp => !(led && old.is_some_and(|old| old.is_subset(&endpoints))),
+            Protocol::Tcp => led_to.is_none() && !endpoints.is_empty(),
+            Protocol::Udp | Protocol::Sctp => !led_to.is_some_and(|old| old.is_subset(&endpoints)),
         };
         let serving = Arc::make_mut(&mut self.serving);
         match target {
